@@ -1,0 +1,51 @@
+"""Applies a plan inside vLLM's processes. Standard library only: every Python process pays for it.
+
+``vllm_overlay.pth`` calls :func:`start` while the interpreter starts, only if a plan is set.
+Whatever goes wrong from there on ends the process: a patch that is missing must never serve.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from vllm_overlay.activate.failure import refuse
+
+PLAN_VARIABLE = "VLLM_OVERLAY_PLAN"
+
+_started: str | None = None
+
+
+def start() -> None:
+    """Read the plan named in the environment and put its finder first on ``sys.meta_path``.
+
+    Idempotent for one plan. A second plan, a plan that cannot be read, or a process that has
+    imported vLLM already ends with exit status 78.
+    """
+    global _started
+    path = os.environ[PLAN_VARIABLE]
+    if _started == path:
+        return
+    if _started is not None:
+        refuse(
+            "a second plan appeared in this process",
+            found=path,
+            expected=_started,
+            remedy="start one process per plan",
+        )
+    imported = next((name for name in sys.modules if name.split(".", 1)[0] == "vllm"), None)
+    if imported is not None:
+        refuse(
+            "vLLM was imported before the plan",
+            module=imported,
+            found="an unpatched vLLM in this process",
+            expected=f"{PLAN_VARIABLE} in the environment when Python starts",
+            remedy="pass the plan's variable to the process that starts this one",
+        )
+    # Imported here: with no plan, nothing below is ever loaded.
+    from vllm_overlay.activate.finder import Finder
+    from vllm_overlay.activate.state import load
+
+    finder = Finder(load(path))
+    sys.meta_path.insert(0, finder)
+    _started = path

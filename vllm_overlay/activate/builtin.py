@@ -1,0 +1,54 @@
+"""What the overlay itself changes in a process: vLLM's table of variables, and process titles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from vllm_overlay.activate.failure import refuse
+from vllm_overlay.activate.state import State
+
+
+def register_variables(module: ModuleType, state: State) -> None:
+    """Make the plan's variable and the fixes' flags known to ``vllm.envs``.
+
+    vLLM then neither warns about them nor refuses them, and its compile-cache key counts them:
+    the plan by its cache key, since the path would differ between plans that compile alike.
+    """
+    table = getattr(module, "environment_variables", None)
+    if not isinstance(table, dict):
+        refuse(
+            "vllm.envs has no table of variables",
+            module="vllm.envs",
+            expected="environment_variables, a dict",
+            found=type(table).__name__,
+            remedy="use a vLLM that this version of vllm-overlay supports",
+        )
+    values = {"VLLM_OVERLAY_PLAN": state.plan["cache_key"]}
+    for fix in state.plan["fixes"]:
+        if fix["flag"]:
+            values[fix["flag"]] = fix["value"]
+    for name, value in values.items():
+        table.setdefault(name, _getter(value))
+
+
+def _getter(value: Any) -> Callable[[], Any]:
+    return lambda: value
+
+
+def follow_titles(module: ModuleType, state: State) -> None:
+    """Rewrite the receipt when the process takes its title: only then is its role known."""
+    original = module.setproctitle
+
+    def setproctitle(title: str) -> None:
+        original(title)
+        state.write()
+
+    module.setproctitle = setproctitle  # type: ignore[attr-defined]
+
+
+BUILTIN: dict[str, Callable[[ModuleType, State], None]] = {
+    "vllm.envs": register_variables,
+    "setproctitle": follow_titles,
+}
