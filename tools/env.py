@@ -47,8 +47,10 @@ def main() -> int:
 
 
 def home() -> Path:
-    """Return the state folder, as the package itself finds it."""
-    return Path(os.environ.get("VLLM_OVERLAY_HOME") or Path.home() / ".cache" / "vllm-overlay")
+    """Return the state folder, found as ``vllm_overlay.folders.home_folder`` finds it."""
+    named = os.environ.get("VLLM_OVERLAY_HOME")
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(named).absolute() if named else Path(caches) / "vllm-overlay"
 
 
 def check_python() -> None:
@@ -163,7 +165,7 @@ def run(what: str, command: Sequence[str], env: Path, remedy: str = "") -> None:
             show(f"{what}: {line.strip()}")
     show("")
     if child.returncode:
-        say("\n".join(lines[-8:]))
+        say("\n".join(lines[-25:]))
         raise Refused(f"{what}: exit status {child.returncode}; all of it: {log}{remedy}")
 
 

@@ -1,0 +1,47 @@
+"""The house rules: style, types, lint of the image's files, and file length."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+LONGEST = 420  # lines
+LISTED = subprocess.run(
+    ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    check=True,
+).stdout.splitlines()
+FILES = [name for name in LISTED if (ROOT / name).is_file()]
+PYTHON = [name for name in FILES if name.endswith(".py")]
+SHELL = [name for name in FILES if name == ".ci/run" or name.endswith(".sh")]
+IMAGES = [name for name in FILES if Path(name).name.startswith("Dockerfile")]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("ruff", "check", "."),
+        ("ruff", "format", "--check", "."),
+        ("mypy",),
+        ("shellcheck", *SHELL),
+        ("hadolint", *IMAGES),
+    ],
+    ids=lambda command: "-".join(command[:2]),
+)
+def test_linter(command: tuple[str, ...]) -> None:
+    done = subprocess.run(
+        [BIN / command[0], *command[1:]], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", PYTHON)
+def test_a_file_can_be_read_in_one_go(name: str) -> None:
+    assert len((ROOT / name).read_text().splitlines()) <= LONGEST

@@ -1,0 +1,210 @@
+"""``python -m vllm_overlay.demo``: make the model, serve the demo recipe, show what is applied."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import httpx
+import psutil
+from rich.console import Console
+from rich.markup import escape
+
+from vllm_overlay.demo.model import NAME
+from vllm_overlay.errors import EXIT_FAILED, ConfigError
+from vllm_overlay.folders import Folders, find_folders
+
+RECIPE = "demo"
+HOST = "127.0.0.1"
+QUESTION = "What is the capital of France?"
+COMMAND = Path(sys.executable).with_name("vllm-overlay")
+DRAIN_SECONDS = 60
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Ended(Exception):
+    """A step of the demo that failed; what it said is on the terminal already."""
+
+    def __init__(self, status: int) -> None:
+        self.status = status
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until a signal. Returns 0 then, and else the status of the step that failed."""
+    parser = argparse.ArgumentParser(prog="vllm_overlay.demo", description=__doc__)
+    parser.add_argument("--port", type=int, help="another port than the recipe's")
+    port = parser.parse_args(arguments).port
+    flags = ["--", "--host", HOST, *(["--port", str(port)] if port else [])]
+    console = Console(highlight=False, soft_wrap=True)
+    for number in SIGNALS:
+        signal.signal(number, interrupt)
+    try:
+        folders = find_folders(os.environ)
+        make_model(folders, console)
+        serve(flags, folders, console)
+    except KeyboardInterrupt:
+        console.print("Stopped.")
+        return 0
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except Ended as ended:
+        return ended.status
+    except (OSError, httpx.HTTPError) as error:
+        print(f"vllm-overlay demo: {error}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def make_model(folders: Folders, console: Console) -> None:
+    if (folders.models / NAME).is_dir():
+        return
+    command = [sys.executable, "-m", "vllm_overlay.demo.model", str(folders.models)]
+    log = log_file(folders, "demo-model")
+    with (
+        log.open("w") as out,
+        console.status(f"Making the model {folders.models / NAME}: a minute, once"),
+    ):
+        status = subprocess.run(command, stdout=out, stderr=out, check=False).returncode
+    if status:
+        fail("the model was not made", status, log)
+    console.print(f"Made the model {folders.models / NAME}")
+
+
+def serve(flags: Sequence[str], folders: Folders, console: Console) -> NoReturn:
+    """Serve the recipe and show it at work. Ends by an exception, with the server stopped."""
+    served = plan(flags)["serve"]
+    port, model = served["port"], served["served-model-name"]
+    log = log_file(folders, f"demo-{port}")
+    with log.open("w") as out:
+        # A session of its own: Ctrl-C reaches this process alone, which then stops the server.
+        server = subprocess.Popen(
+            [COMMAND, "serve", RECIPE, *flags],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+    console.print(f"vllm-overlay serve {RECIPE}: process {server.pid}, log {log}")
+    try:
+        wait_healthy(server, port, log, console)
+        show(port, model, console)
+        status = server.wait()
+        fail("the server ended", status, log)
+    finally:
+        stop(server)
+
+
+def plan(flags: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Return the plan of the demo recipe. Its errors go to the terminal."""
+    command = [COMMAND, "plan", RECIPE, "--json", *flags]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise Ended(done.returncode)
+    resolved: dict[str, dict[str, str]] = json.loads(done.stdout)
+    return resolved
+
+
+def wait_healthy(server: subprocess.Popen[bytes], port: int, log: Path, console: Console) -> None:
+    """Wait until this server is up on ``port``, then let `vllm-overlay health` judge it."""
+    began = time.monotonic()
+    with console.status("vLLM starts") as status:
+        while not answers(server.pid, port):
+            try:
+                fail("the server ended before it was healthy", server.wait(timeout=0.5), log)
+            except subprocess.TimeoutExpired:
+                line = escape(last_lines(log, 1)[:100])
+                status.update(f"vLLM starts: {time.monotonic() - began:.0f} s  [dim]{line}[/dim]")
+    console.print(f"Up after {time.monotonic() - began:.0f} s")
+    run_command("health")
+
+
+def answers(pid: int, port: int) -> bool:
+    """Tell whether the process ``pid`` listens on ``port`` and calls itself healthy.
+
+    Another server on that port does not count.
+    """
+    try:
+        sockets = psutil.Process(pid).net_connections("tcp")
+    except psutil.Error:
+        return False
+    if not any(s.status == psutil.CONN_LISTEN and s.laddr.port == port for s in sockets):
+        return False
+    try:
+        return httpx.get(f"http://{HOST}:{port}/health", timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def show(port: int, model: str, console: Console) -> None:
+    """Print an answer, the table of processes and fixes, and a request to try."""
+    body = {"model": model, "temperature": 0, "messages": [{"role": "user", "content": QUESTION}]}
+    url = f"http://{HOST}:{port}/v1/chat/completions"
+    reply = httpx.post(url, json=body, timeout=120).raise_for_status().json()
+    answer = reply["choices"][0]["message"]["content"]
+    console.print(f"\n[bold]{QUESTION}[/bold]\n{answer}\n")
+    run_command("status")
+    console.print(
+        f"\nTry it: curl -s {url} -H 'content-type: application/json' -d '{json.dumps(body)}'",
+        markup=False,
+    )
+    console.print("Serving until Ctrl-C.")
+
+
+def run_command(name: str) -> None:
+    """Run one command of vllm-overlay on this terminal."""
+    status = subprocess.run([COMMAND, name], check=False).returncode
+    if status:
+        raise Ended(status)
+
+
+def stop(server: subprocess.Popen[bytes]) -> None:
+    """Let the server drain, and leave none of its processes behind."""
+    for number in SIGNALS:  # a second Ctrl-C would leave it running
+        signal.signal(number, signal.SIG_IGN)
+    if server.poll() is None:
+        server.terminate()
+        try:
+            server.wait(timeout=DRAIN_SECONDS)
+        except subprocess.TimeoutExpired:
+            pass
+    try:
+        os.killpg(server.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    server.wait()
+
+
+def fail(what: str, status: int, log: Path) -> NoReturn:
+    """Show the end of a child's log and end with its status."""
+    status = 128 - status if status < 0 else status or EXIT_FAILED
+    print(last_lines(log, 12), file=sys.stderr)
+    print(f"vllm-overlay demo: {what}, exit status {status}; all of it: {log}", file=sys.stderr)
+    raise Ended(status)
+
+
+def last_lines(log: Path, count: int) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return "\n".join(lines[-count:])
+
+
+def log_file(folders: Folders, name: str) -> Path:
+    folder = folders.home / "logs"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{name}.log"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
