@@ -9,14 +9,14 @@ not inherited, variants are. A variant is merged over the recipe in the same way
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from vllm_overlay.border import raise_problems, suggest, validate
 from vllm_overlay.errors import ConfigError
 from vllm_overlay.files import inside, read_bytes
-from vllm_overlay.recipe_format import MAX_LENGTH, RecipeModel, is_name, size_in_bytes
+from vllm_overlay.recipe_format import MAX_LENGTH, RecipeModel, is_name
 from vllm_overlay.yamlio import Node, Place, Places, parse
 
 MAX_PARENTS = 16
@@ -29,8 +29,8 @@ class Requires:
 
     gpus: int | None = None
     compute_capability: str | None = None  # a range of versions, such as ">=9.0"
-    gpu_memory: int | None = None  # bytes, of each GPU
-    shm: int | None = None  # bytes
+    gpu_memory: str | None = None  # of each GPU, a size such as "120GiB"
+    shm: str | None = None  # a size
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Recipe:
     file: Path
     variant: str | None
     variants: tuple[str, ...]
-    places: Places
+    places: Places = field(repr=False)
 
 
 def load_recipe(name_or_path: str, *, folder: Path, variant: str | None = None) -> Recipe:
@@ -301,8 +301,8 @@ def _recipe(root: Node, file: Path, variant: str | None, variants: tuple[str, ..
         requires=Requires(
             gpus=requires.gpus or None,
             compute_capability=requires.compute_capability or None,
-            gpu_memory=size_in_bytes(requires.gpu_memory),
-            shm=size_in_bytes(requires.shm),
+            gpu_memory=requires.gpu_memory or None,
+            shm=requires.shm or None,
         )
         if root.get("requires")
         else None,

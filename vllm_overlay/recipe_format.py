@@ -10,6 +10,7 @@ from packaging.version import Version
 from pydantic import AfterValidator, Field, JsonValue
 
 from vllm_overlay.border import Strict, refuse
+from vllm_overlay.folders import FOLDER_VARIABLES
 
 # Set by `serve` from the plan's cache key, so that no cache is shared between different fixes.
 CACHE_VARIABLES = {
@@ -18,6 +19,7 @@ CACHE_VARIABLES = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
 }
+INTERNAL_VARIABLES = ("VLLM_OVERLAY_PLAN", *FOLDER_VARIABLES)
 SECRET_FLAGS = {"api-key": "VLLM_API_KEY", "hf-token": "HF_TOKEN"}
 MAX_VARIANTS = 64
 MAX_LENGTH = 200  # characters of a name or a version
@@ -28,22 +30,12 @@ _VARIANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _FLAG = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 _ENV = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MODEL_PART = re.compile(r"[A-Za-z0-9._-]+")
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s?([KMGT]i?B)")
-_UNITS = {"K": 1, "M": 2, "G": 3, "T": 4}
+_SIZE = re.compile(r"[0-9]{1,12}(\.[0-9]{1,3})?[KMGT]iB")
 
 
 def looks_secret(variable: str) -> bool:
     """Return whether an environment variable's name says that its value is a secret."""
     return _SECRET.search(variable) is not None
-
-
-def size_in_bytes(text: str) -> int | None:
-    """Return the bytes of a size such as ``120GiB`` or ``1.5 TB``; None if it is none."""
-    match = _SIZE.fullmatch(text)
-    if match is None or len(text) > 24:
-        return None
-    base = 1024 if "i" in match[2] else 1000
-    return int(float(match[1]) * base ** _UNITS[match[2][0]])
 
 
 def is_name(text: str) -> bool:
@@ -88,7 +80,7 @@ def version_range(text: str) -> str:
 
 
 def _size(text: str) -> str:
-    if size_in_bytes(text) is None:
+    if not _SIZE.fullmatch(text):
         raise refuse("this is no size", expected="a size such as 120GiB")
     return text
 
@@ -130,7 +122,7 @@ def _env_name(text: str) -> str:
     if looks_secret(text):
         remedy = f"set {text} in the environment where you start the server"
         raise refuse(f"the variable '{text}' looks like a secret", remedy=remedy)
-    if text in CACHE_VARIABLES or text.startswith("VLLM_OVERLAY_"):
+    if text in CACHE_VARIABLES or text in INTERNAL_VARIABLES:
         raise refuse(f"the variable '{text}' is set by vllm-overlay", remedy="remove it")
     return text
 
