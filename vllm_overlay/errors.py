@@ -40,7 +40,9 @@ class ConfigError(Exception):
         super().__init__(what)
 
     def __str__(self) -> str:
-        place = ":".join(str(part) for part in (self.file, self.line, self.column) if part is not None)
+        place = ":".join(
+            str(part) for part in (self.file, self.line, self.column) if part is not None
+        )
         parts = [self.what]
         if self.found is not None:
             parts.append(f"found {self.found}")

@@ -43,9 +43,7 @@ def find_folders(environ: Mapping[str, str], root: Path = Path("/")) -> Folders:
     """
     home = home_folder(environ)
     checkout = Path(__file__).resolve().parent.parent
-    if (root / "recipes").is_dir() and (root / "fixes").is_dir():
-        base, source = root, "mounted"
-    elif (checkout / "pyproject.toml").is_file():
+    if (checkout / "pyproject.toml").is_file():
         base, source = checkout, "checkout"
     else:
         base, source = root / IMAGE.relative_to("/"), "image"
@@ -53,6 +51,8 @@ def find_folders(environ: Mapping[str, str], root: Path = Path("/")) -> Folders:
     for name in ("recipes", "fixes"):
         variable = f"VLLM_OVERLAY_{name.upper()}"
         chosen[name] = base / name
+        if (root / name).is_dir():
+            chosen[name], source = root / name, "mounted"
         if environ.get(variable):
             chosen[name], source = _absolute(variable, environ[variable]), "environment"
         if not chosen[name].is_dir():

@@ -48,7 +48,7 @@ class Finder:
         if entry is None:
             if original is None or fullname not in BUILTIN:
                 return None
-            original.loader = Observer(original.loader, fullname, self.state)  # type: ignore[arg-type,assignment]
+            original.loader = Observer(original.loader, fullname, self.state)  # type: ignore[assignment]
             return original
         if entry["original"] is None:
             return self._added(fullname, entry, original)
@@ -94,17 +94,22 @@ class Finder:
             )
         file = entry["source"]["file"]
         loader = Loader(fullname, file, self.state, entry, None)
-        search = [] if entry["package"] else None
-        return spec_from_file_location(
-            fullname, file, loader=loader, submodule_search_locations=search
-        )
+        spec = spec_from_file_location(fullname, file, loader=loader)
+        if spec is not None:
+            # The fix's folder is no package: only what the plan names can be imported from it.
+            spec.submodule_search_locations = [] if entry["package"] else None
+        return spec
 
     def _changed(
         self, fullname: str, entry: Mapping[str, Any], original: ModuleSpec | None
     ) -> ModuleSpec | None:
-        expected = os.path.join(os.path.dirname(self.state.plan["vllm"]["path"]), entry["path"])  # noqa: PTH118,PTH120
+        expected = os.path.join(os.path.dirname(self.state.plan["vllm"]["path"]), entry["path"])
         found = original.origin if original else None
-        if original is None or found is None or os.path.realpath(found) != os.path.realpath(expected):
+        if (
+            original is None
+            or found is None
+            or os.path.realpath(found) != os.path.realpath(expected)
+        ):
             refuse(
                 "a module of the plan is not where it was",
                 fix=entry["fixes"][0]["fix"],
@@ -114,15 +119,14 @@ class Finder:
                 remedy=REINSTALL,
             )
         source = entry["source"]
-        file = os.path.join(self.state.home, source["file"]) if source else found  # noqa: PTH118
+        file = os.path.join(self.state.home, source["file"]) if source else found
         loader = Loader(fullname, file, self.state, entry, found)
-        spec = spec_from_file_location(
+        return spec_from_file_location(
             fullname,
             file,
             loader=loader,
             submodule_search_locations=original.submodule_search_locations,
         )
-        return spec
 
 
 class Observer:
@@ -170,7 +174,7 @@ class Loader(SourceFileLoader):
         self._original = original
         self._hooks = [item for item in entry["fixes"] if item["kind"] == "hook"]
 
-    def get_code(self, fullname: str) -> CodeType:  # type: ignore[override]
+    def get_code(self, fullname: str) -> CodeType:
         """Return the code of the patched source, as runpy (``python -m``) asks for it.
 
         A hook cannot run there: runpy executes the code itself. Such a process ends.
@@ -205,11 +209,11 @@ class Loader(SourceFileLoader):
             run_hook(hook, module)
             self._state.mark((hook["fix"], self.name))
 
-    def get_resource_reader(self, name: str) -> Any:
+    def get_resource_reader(self, name: str | None = None) -> Any:
         """Resources of a package stay beside the original file."""
         if self._original is None:
             return super().get_resource_reader(name)
-        return SourceFileLoader(name, self._original).get_resource_reader(name)
+        return SourceFileLoader(self.name, self._original).get_resource_reader(self.name)
 
     def _mark_source(self) -> None:
         changed = [item["fix"] for item in self._entry["fixes"] if item["kind"] != "hook"]
@@ -232,7 +236,7 @@ class Loader(SourceFileLoader):
 def read(path: str, entry: Mapping[str, Any], module: str) -> bytes:
     """Return a file's bytes; a file that cannot be read ends the process."""
     try:
-        with open(path, "rb") as file:  # noqa: PTH123
+        with open(path, "rb") as file:
             return file.read()
     except OSError as error:
         refuse(
@@ -267,7 +271,9 @@ def run_hook(hook: Mapping[str, Any], module: ModuleType) -> None:
     named: dict[str, Any] = {"fix": hook["fix"], "module": module.__name__}
     remedy = "mend the fix, or leave it out of the recipe"
     try:
-        function: Callable[[ModuleType], object] = getattr(_hook_module(hook, module.__name__), hook["function"])
+        function: Callable[[ModuleType], object] = getattr(
+            _hook_module(hook, module.__name__), hook["function"]
+        )
         reason = unmet(module, function(module))
     except Exception as error:
         found = f"{type(error).__name__}: {error}{_place(error)}"
@@ -282,7 +288,7 @@ def _hook_module(hook: Mapping[str, Any], target: str) -> ModuleType:
         entry = {"fixes": [hook]}
         data = read(path, entry, target)
         check(data, hook["sha256"], path, entry, target)
-        name = f"vllm_overlay_fix.{hook['fix']}.{os.path.basename(path).removesuffix('.py')}"  # noqa: PTH119
+        name = f"vllm_overlay_fix.{hook['fix']}.{os.path.basename(path).removesuffix('.py')}"
         module = ModuleType(name)
         module.__file__ = path
         exec(compile(data, path, "exec", dont_inherit=True), module.__dict__)

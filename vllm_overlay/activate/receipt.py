@@ -16,14 +16,14 @@ SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 def process_key(pid: int | None = None) -> tuple[int, int]:
     """Return (pid, start time in clock ticks since boot): unique although pids are reused."""
     pid = os.getpid() if pid is None else pid
-    with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
+    with open(f"/proc/{pid}/stat", "rb") as file:
         # The name in parentheses may hold spaces: field 22 is counted from the last one.
         return pid, int(file.read().rpartition(b")")[2].split()[19])
 
 
 def process_title(pid: int | None = None) -> str:
     """Return the command line of a process as it shows now (`setproctitle` changes it)."""
-    with open(f"/proc/{pid or 'self'}/cmdline", "rb") as file:  # noqa: PTH123
+    with open(f"/proc/{pid or 'self'}/cmdline", "rb") as file:
         return file.read().replace(b"\0", b" ").decode(errors="replace").strip()
 
 
@@ -67,31 +67,32 @@ def environment_digest(environ: Mapping[str, str]) -> str:
     lines = sorted(
         f"{name}={value}"
         for name, value in environ.items()
-        if name.startswith(ENVIRONMENT_PREFIXES)
-        and not any(word in name for word in SECRET_WORDS)
+        if name.startswith(ENVIRONMENT_PREFIXES) and not any(word in name for word in SECRET_WORDS)
     )
     return sha256("\n".join(lines).encode(errors="surrogateescape"))
 
 
 def write_atomic(path: str, record: Mapping[str, Any]) -> None:
     """Write JSON to ``path`` so that a reader sees the old file or the new one, never a part."""
-    os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103,PTH120
+    os.makedirs(os.path.dirname(path), exist_ok=True)
     temporary = f"{path}.{os.getpid()}.tmp"
     try:
-        with open(temporary, "w") as file:  # noqa: PTH123
+        with open(temporary, "w") as file:
             json.dump(record, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)  # noqa: PTH105
+        os.replace(temporary, path)
     except BaseException:
         try:
-            os.unlink(temporary)  # noqa: PTH108
+            os.unlink(temporary)
         except OSError:
             pass
         raise
 
 
-def write_receipt(folder: str, plan: Mapping[str, Any], applied: Collection[tuple[str, str]]) -> None:
+def write_receipt(
+    folder: str, plan: Mapping[str, Any], applied: Collection[tuple[str, str]]
+) -> None:
     """Write the receipt of this process into ``folder``/receipts (``folder`` is the plan's).
 
     Raises OSError where the folder cannot be written.

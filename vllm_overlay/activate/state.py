@@ -7,6 +7,7 @@ import json
 import os
 import threading
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 from vllm_overlay.activate import failure
@@ -17,13 +18,14 @@ from vllm_overlay.activate.receipt import process_key, write_atomic, write_recei
 def sha256(data: bytes) -> str:
     """Return the hex SHA-256. The built-in module: hashlib would load OpenSSL at every start."""
     try:
-        from _sha2 import sha256 as digest  # Python 3.12 and later
+        module = import_module("_sha2")  # Python 3.12 and later
     except ImportError:
         try:
-            from _sha256 import sha256 as digest  # type: ignore[import-not-found,no-redef]
+            module = import_module("_sha256")
         except ImportError:
-            from hashlib import sha256 as digest  # type: ignore[assignment]
-    return digest(data).hexdigest()
+            module = import_module("hashlib")
+    digest: str = module.sha256(data).hexdigest()
+    return digest
 
 
 def plan_digest(plan: dict[str, Any]) -> str:
@@ -96,7 +98,7 @@ class State:
         able to tell a refused configuration from a crash.
         """
         try:
-            refused = bool(os.listdir(f"{self.folder}/failures"))  # noqa: PTH208
+            refused = bool(os.listdir(f"{self.folder}/failures"))
         except OSError:
             return
         if refused:
@@ -110,15 +112,15 @@ def load(path: str) -> State:
     """
     remedy = "start the server with `vllm-overlay serve`, which writes the plan"
     try:
-        with open(path, "rb") as file:  # noqa: PTH123
+        with open(path, "rb") as file:
             plan = json.loads(file.read())
         if not isinstance(plan, dict) or plan.get("schema") != 1:
             raise ValueError("not a plan of schema 1")
     except (OSError, ValueError) as error:
         refuse(f"the plan {path} cannot be read", found=error, remedy=remedy)
     digest = plan_digest(plan)
-    folder = os.path.dirname(os.path.abspath(path))  # noqa: PTH100,PTH120
-    named = os.path.basename(folder)  # noqa: PTH119
+    folder = os.path.dirname(os.path.abspath(path))
+    named = os.path.basename(folder)
     if not digest == plan.get("digest") == named:
         refuse(
             f"the plan {path} was altered",
@@ -126,11 +128,11 @@ def load(path: str) -> State:
             found=f"{digest} (the file says {plan.get('digest')})",
             remedy=remedy,
         )
-    home = os.path.dirname(os.path.dirname(folder))  # noqa: PTH120
+    home = os.path.dirname(os.path.dirname(folder))
     state = State(plan, folder, home)
     failure.recorder = state.record_failure
     os.register_at_fork(after_in_child=state.after_fork)
     pid, start = process_key()
-    if os.path.exists(f"{folder}/runs/{pid}-{start}.json"):  # noqa: PTH110
+    if os.path.exists(f"{folder}/runs/{pid}-{start}.json"):
         atexit.register(state.exit_status)
     return state

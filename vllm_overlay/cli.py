@@ -1,0 +1,169 @@
+"""The command line: one command a function, no logic."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from vllm_overlay.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError, ConfigErrors
+from vllm_overlay.folders import find_folders, home_folder
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Serve a model with vLLM and exactly the fixes that its recipe names.",
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe's name, or a file.")]
+Variant = Annotated[str | None, typer.Option(help="A variant of the recipe.")]
+Extra = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[-- FLAGS]", help="vLLM's serve flags; they win over the recipe."),
+]
+Port = Annotated[int | None, typer.Option(help="Which server, if several run on this machine.")]
+
+
+@app.command()
+def plan(
+    recipe: RecipeName,
+    extra: Extra = None,
+    variant: Variant = None,
+    as_json: AsJson = False,
+) -> int:
+    """Show what would be applied to the installed vLLM, and why."""
+    from vllm_overlay.show import plan_table
+
+    resolution = _resolve(recipe, variant, extra)
+    if as_json:
+        print_json(resolution.plan.body())
+    else:
+        Console().print(plan_table(resolution.plan))
+    report(resolution.errors)
+    return EXIT_CONFIG if resolution.errors else 0
+
+
+@app.command()
+def serve(recipe: RecipeName, extra: Extra = None, variant: Variant = None) -> None:
+    """Resolve a recipe, write its plan, and become `vllm serve`."""
+    from vllm_overlay.launch import launch
+    from vllm_overlay.show import plan_table
+
+    resolution = _resolve(recipe, variant, extra)
+    if not resolution.errors:
+        Console(stderr=True).print(plan_table(resolution.plan))
+    launch(resolution, find_folders(os.environ).home, os.environ)
+
+
+@app.command()
+def status(as_json: AsJson = False) -> None:
+    """Show the vLLM processes of this machine and the fixes that each has applied."""
+    from vllm_overlay.status import status_rows, status_table
+
+    rows = status_rows(home_folder(os.environ))
+    if as_json:
+        print_json(rows)
+    else:
+        Console().print(status_table(rows))
+
+
+@app.command()
+def health(port: Port = None, as_json: AsJson = False) -> int:
+    """Tell whether this machine's server really serves, with every fix in every process."""
+    from vllm_overlay.health import check, find_run
+
+    result = check(find_run(home_folder(os.environ), port), os.environ)
+    if as_json:
+        print_json(result.as_dict())
+    else:
+        print("healthy" if result.ok else "\n".join(result.reasons))
+    return 0 if result.ok else EXIT_FAILED
+
+
+@app.command()
+def check(
+    vllm: Annotated[
+        str | None,
+        typer.Option(metavar="VERSION|WHEEL|DIR", help="Which vLLM; the installed one if absent."),
+    ] = None,
+    fixes: Annotated[Path | None, typer.Option(help="The folder of fixes.")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Judge every fix against a vLLM, which need not be installed."""
+    from vllm_overlay.checks import check_fixes
+    from vllm_overlay.show import check_table
+
+    folder = fixes if fixes is not None else find_folders(os.environ).fixes
+    result = check_fixes(vllm, folder, home_folder(os.environ))
+    if as_json:
+        print_json(result.as_dict())
+    else:
+        Console().print(check_table(result))
+    return 0 if result.ok else EXIT_FAILED
+
+
+@app.command()
+def smoke(
+    port: Port = None,
+    url: Annotated[str | None, typer.Option(help="A server that is not of this machine.")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Run the checks of a serving model: answers, streaming, limits, cache, receipts, metrics."""
+    from vllm_overlay.smoke import smoke_server
+
+    return smoke_server(home_folder(os.environ), port=port, url=url, as_json=as_json)
+
+
+def _resolve(recipe: str, variant: str | None, extra: Sequence[str] | None) -> Any:
+    from vllm_overlay.resolve import Request, resolve
+
+    folders = find_folders(os.environ)
+    return resolve(Request(recipe, variant, tuple(extra or ()), os.environ, folders))
+
+
+def print_json(data: object) -> None:
+    """Print data as JSON on standard output."""
+    print(json.dumps(data, indent=1))
+
+
+def report(errors: Sequence[ConfigError]) -> None:
+    """Print each refusal as one line on standard error."""
+    for error in errors:
+        print(f"vllm-overlay: {error}", file=sys.stderr)
+
+
+def main() -> None:
+    """Run a command and leave with its exit status; a user's mistake never shows a traceback."""
+    try:
+        status = app(standalone_mode=False)
+    except ConfigErrors as several:
+        report(several.errors)
+        status = several.exit_code
+    except ConfigError as error:
+        report([error])
+        status = error.exit_code
+    except typer.Abort:
+        status = 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        status = 0
+    except Exception as error:
+        status = _usage(error)
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _usage(error: Exception) -> int:
+    """Show a command line that typer refuses; raise anything else."""
+    show, status = getattr(error, "show", None), getattr(error, "exit_code", None)
+    if show is None or status is None:
+        raise error
+    show()
+    return int(status)

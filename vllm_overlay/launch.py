@@ -1,0 +1,146 @@
+"""Starts vLLM with a plan: checks the machine, writes the plan, and becomes vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from vllm_overlay.activate import PLAN_VARIABLE
+from vllm_overlay.activate.receipt import process_key
+from vllm_overlay.errors import ConfigError, raise_all
+from vllm_overlay.folders import FOLDER_VARIABLES
+from vllm_overlay.host import check_requires
+from vllm_overlay.plan import Plan, write_file, write_plan
+from vllm_overlay.resolve import Resolution
+
+DEFAULT_PORT = 8000  # vLLM's own
+PROOF = "import sys; sys.exit(0 if 'vllm_overlay.activate.finder' in sys.modules else 3)"
+
+
+def launch(resolution: Resolution, home: Path, environ: Mapping[str, str]) -> NoReturn:
+    """Replace this process by `vllm serve` with the plan active.
+
+    Raises ConfigError(s), before anything is written, for whatever forbids the launch.
+    """
+    plan = resolution.plan
+    raise_all([*resolution.errors, *check_requires(plan.requires), *_check_port(plan)])
+    command = [sys.executable, _vllm_script(), "serve", *resolution.argv]
+    for path, text in resolution.sources.items():
+        if not (home / path).is_file() or (home / path).read_bytes() != text:
+            write_file(home / path, text)
+    plan_path = write_plan(plan, home)
+    environment = child_environment(plan, plan_path, environ)
+    for name in plan.env:
+        if name.endswith(("_DIR", "_ROOT", "_BASE")) and plan.env[name].startswith(str(home)):
+            _make_folder(Path(plan.env[name]))
+    _prove_activation(environment)
+    _clean(plan.folder(home))
+    _write_run(plan, home)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(command[0], command, environment)
+
+
+def child_environment(plan: Plan, plan_path: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return vLLM's environment: the caller's, the plan's on top, and the plan's own variable."""
+    kept = {name: value for name, value in environ.items() if name not in FOLDER_VARIABLES}
+    return {**kept, **plan.env, PLAN_VARIABLE: str(plan_path)}
+
+
+def _check_port(plan: Plan) -> list[ConfigError]:
+    """A port in use ends vLLM only after the model has loaded: look before."""
+    if plan.serve.get("headless") or plan.serve.get("uds"):
+        return []
+    host, port = str(plan.serve.get("host") or ""), int(plan.serve.get("port") or DEFAULT_PORT)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        return [
+            ConfigError(
+                f"port {port} on {host or 'all addresses'} cannot be used",
+                found=error.strerror,
+                expected="a free port",
+                remedy="stop what listens there, or give another: `-- --port NUMBER`",
+            )
+        ]
+    return []
+
+
+def _vllm_script() -> str:
+    script = Path(sys.executable).parent / "vllm"
+    found = str(script) if script.is_file() else shutil.which("vllm")
+    if found is None:
+        raise ConfigError(
+            "vLLM's command is missing",
+            found=f"no {script}",
+            remedy="install vLLM into this Python",
+        )
+    return found
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            "a cache folder cannot be made",
+            file=path,
+            found=error.strerror,
+            remedy="make the state folder writable, or name another with VLLM_OVERLAY_HOME",
+        ) from None
+
+
+def _prove_activation(environment: Mapping[str, str]) -> None:
+    """A Python started like vLLM's must have the plan active, or nothing is launched."""
+    run = subprocess.run([sys.executable, "-c", PROOF], env=dict(environment), check=False)
+    if run.returncode:
+        raise ConfigError(
+            "the plan does not become active when Python starts",
+            found=f"{sys.executable} ended with {run.returncode}",
+            expected="vllm_overlay.pth in its site-packages",
+            remedy="reinstall vllm-overlay into this Python",
+        )
+
+
+def _clean(folder: Path) -> None:
+    """Remove failures of earlier starts, and what dead processes of this host left."""
+    shutil.rmtree(folder / "failures", ignore_errors=True)
+    for path in [*folder.glob("receipts/*.json"), *folder.glob("runs/*.json")]:
+        try:
+            record = json.loads(path.read_text())
+            alive = process_key(record["pid"]) == (record["pid"], record["start"])
+        except (OSError, ValueError, KeyError, IndexError):
+            alive = False
+        if not alive:
+            path.unlink(missing_ok=True)
+
+
+def _write_run(plan: Plan, home: Path) -> None:
+    """Leave word of the server that this process becomes: exec keeps pid and start time."""
+    pid, start = process_key()
+    record: dict[str, Any] = {
+        "schema": 1,
+        "host": os.uname().nodename,
+        "pid": pid,
+        "start": start,
+        "plan": plan.digest,
+        "bind_host": plan.serve.get("host"),
+        "port": int(plan.serve.get("port") or DEFAULT_PORT),
+        "served_model": plan.served_model,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "recipe": plan.recipe["name"],
+        "smoke": plan.smoke,
+    }
+    path = plan.folder(home) / "runs" / f"{pid}-{start}.json"
+    write_file(path, (json.dumps(record, indent=1) + "\n").encode())

@@ -1,0 +1,318 @@
+"""Recipe + fixes + installed vLLM -> plan, or every reason why not. Knows nothing of processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from vllm_overlay import environ as env_checks
+from vllm_overlay import flags as serve_flags
+from vllm_overlay.activate.state import sha256
+from vllm_overlay.errors import ConfigError, ConfigErrors
+from vllm_overlay.fix import Fix, check_needs, load_fixes
+from vllm_overlay.folders import Folders
+from vllm_overlay.host import gpu_architecture
+from vllm_overlay.model import find_model
+from vllm_overlay.plan import Plan, PlannedFix
+from vllm_overlay.recipe import Recipe, load_recipe
+from vllm_overlay.selection import Chosen, choose
+from vllm_overlay.upstream import Tree, installed_tree
+from vllm_overlay.verdict import Judged, judge
+
+CACHES = {
+    "VLLM_CACHE_ROOT": "vllm",
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+}
+Result = TypeVar("Result")
+# Fixes of these modules never run in the API server: vLLM's Rust front end may stand in for it.
+ENGINE_ONLY = ("vllm.model_executor.", "vllm.models.", "vllm.v1.worker.", "vllm.v1.attention.")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for: a recipe, perhaps a variant, and the serve flags given after it."""
+
+    recipe: str
+    variant: str | None
+    extra: tuple[str, ...]
+    environ: Mapping[str, str]
+    folders: Folders
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """A plan, why it must not be launched (``errors``), and what to write and run if it may.
+
+    ``sources`` holds the patched texts by their path relative to the state folder; ``argv`` is
+    the command line after ``vllm serve``.
+    """
+
+    plan: Plan
+    errors: tuple[ConfigError, ...]
+    sources: Mapping[str, bytes]
+    argv: tuple[str, ...]
+
+
+def resolve(request: Request) -> Resolution:
+    """Resolve a recipe against the installed vLLM.
+
+    Raises ConfigError(s) where there is nothing to show: a recipe or fix that cannot be read, or
+    no vLLM. Everything else that forbids a launch is in ``Resolution.errors``, all at once.
+    """
+    folders = request.folders
+    recipe = load_recipe(request.recipe, folder=folders.recipes, variant=request.variant)
+    known = load_fixes(folders.fixes)
+    tree = installed_tree()
+    errors: list[ConfigError] = []
+    errors += _check_version(recipe, tree)
+    chosen = _collect(errors, lambda: choose(recipe, known, request.environ), [])
+    applied = [choice.fix for choice in chosen if choice.on]
+    judged = judge(applied, tree)
+    serve, overrides, argv = _serve(recipe, request, tree, errors)
+    environment, env_overrides = _environment(recipe, request, tree, known, chosen, errors)
+    for fix in applied:
+        errors += check_needs(fix, serve, {**environment, **request.environ})
+    errors += [error for item in judged for error in _verdict_errors(item)]
+    model = _collect(errors, lambda: find_model(recipe, folders.models), recipe.model)
+    errors += _check_frontend(judged, {**environment, **request.environ})
+    key = cache_key(tree, judged)
+    for name, kind in CACHES.items():
+        own = request.environ.get(name)
+        environment[name] = f"{own}/{key}" if own else f"{folders.home}/caches/{key}/{kind}"
+    modules, sources = plan_modules(judged, tree)
+    served = serve.get("served-model-name", model)
+    plan = Plan(
+        cache_key=key,
+        recipe={"name": recipe.name, "file": str(recipe.file), "variant": recipe.variant},
+        folders={
+            "recipes": str(folders.recipes),
+            "fixes": str(folders.fixes),
+            "models": str(folders.models),
+            "source": folders.source,
+        },
+        vllm={"version": tree.version, "path": str(tree.root / "vllm"), "torch": _torch()},
+        model=model,
+        served_model=str(served[0] if isinstance(served, list) else served),
+        serve=serve,
+        env=environment,
+        fixes=tuple(_planned(choice, judged) for choice in chosen),
+        overrides=(*overrides, *env_overrides),
+        requires=_plain(recipe.requires),
+        smoke=_plain(recipe.smoke),
+        modules=modules,
+    )
+    return Resolution(plan, tuple(errors), sources, (model, *argv))
+
+
+def _check_version(recipe: Recipe, tree: Tree) -> list[ConfigError]:
+    if recipe.vllm == tree.version:
+        return []
+    place = recipe.places.at("vllm")
+    return [
+        ConfigError(
+            f"recipe {recipe.name} is for another vLLM",
+            file=place.file,
+            line=place.line,
+            column=place.column,
+            found=f"vLLM {tree.version} in {tree.root}",
+            expected=f"vLLM {recipe.vllm}",
+            remedy="use the image built for that release, or write a recipe for this one",
+        )
+    ]
+
+
+def _collect(errors: list[ConfigError], ask: Callable[[], Result], otherwise: Result) -> Result:
+    """Return what ``ask`` returns; what it refuses is added to the reasons."""
+    try:
+        return ask()
+    except ConfigErrors as several:
+        errors.extend(several.errors)
+    except ConfigError as error:
+        errors.append(error)
+    return otherwise
+
+
+def _serve(
+    recipe: Recipe, request: Request, tree: Tree, errors: list[ConfigError]
+) -> tuple[dict[str, Any], list[dict[str, Any]], list[str]]:
+    """Return the serve flags in force, what the command line replaced, and vLLM's arguments."""
+    table = serve_flags.parser_table(tree, request.folders.home)
+    extra = _collect(errors, lambda: serve_flags.parse_extra(request.extra, table), {})
+    merged, overrides = serve_flags.merge(recipe.serve, extra)
+
+    def place(path: Sequence[str | int]) -> Any:
+        return None if len(path) > 1 and path[1] in extra else recipe.places.at(*path)
+
+    found = serve_flags.check_serve(merged, table, place)
+    errors += found
+    argv = [] if found else _collect(errors, lambda: serve_flags.to_argv(merged, table), [])
+    return merged, [dataclasses.asdict(item) for item in overrides], list(argv)
+
+
+def _environment(
+    recipe: Recipe,
+    request: Request,
+    tree: Tree,
+    known: Mapping[str, Fix],
+    chosen: Sequence[Chosen],
+    errors: list[ConfigError],
+) -> tuple[dict[str, str], list[dict[str, Any]]]:
+    """Return the variables that the plan sets, and what the environment replaced in them."""
+    names = env_checks.known_env(tree, request.folders.home)
+    flags = {fix.flag.name for fix in known.values() if fix.flag}
+    errors += env_checks.check_env(request.environ, names, flags)
+    errors += env_checks.check_env(
+        recipe.env, names, flags, lambda name: recipe.places.at("env", name)
+    )
+    environment = dict(recipe.env)
+    overrides = []
+    for name, value in recipe.env.items():
+        now = request.environ.get(name, value)
+        if now != value:
+            environment[name] = now
+            overrides.append({"flag": f"env {name}", "recipe": value, "now": now})
+    for choice in chosen:
+        if choice.fix.flag is not None and choice.value is not None:
+            environment[choice.fix.flag.name] = choice.value
+    return environment, overrides
+
+
+def _verdict_errors(judged: Judged) -> list[ConfigError]:
+    if judged.verdict in ("apply", "upstreamed"):
+        return []
+    return [
+        ConfigError(f"fix {judged.fix.name} is {judged.verdict}: {reason}", file=judged.fix.file)
+        for reason in judged.reasons
+    ]
+
+
+def _check_frontend(judged: Sequence[Judged], environ: Mapping[str, str]) -> list[ConfigError]:
+    """vLLM's Rust front end runs no Python: a fix of the API server would be missing."""
+    if environ.get("VLLM_USE_RUST_FRONTEND", "0").strip().lower() not in ("1", "true"):
+        return []
+    return [
+        ConfigError(
+            f"fix {item.fix.name} changes the API server, and VLLM_USE_RUST_FRONTEND replaces it",
+            found=f"a target {target.module}",
+            remedy="unset VLLM_USE_RUST_FRONTEND, or leave the fix out",
+        )
+        for item in judged
+        if item.verdict == "apply"
+        for target in item.targets[:1]
+        if not all(target.module.startswith(ENGINE_ONLY) for target in item.targets)
+    ]
+
+
+def _planned(choice: Chosen, judged: Sequence[Judged]) -> PlannedFix:
+    result = next((item for item in judged if item.fix.name == choice.fix.name), None)
+    return PlannedFix(
+        name=choice.fix.name,
+        verdict=result.verdict if result else "off",
+        flag=choice.fix.flag.name if choice.fix.flag else None,
+        value=choice.value,
+        value_from=choice.value_from,
+        reasons=result.reasons if result else (f"its flag is {choice.value}",),
+        targets=tuple(dataclasses.asdict(target) for target in result.targets) if result else (),
+        digest=fix_digest(choice.fix),
+    )
+
+
+def fix_digest(fix: Fix) -> str:
+    """Return the hex SHA-256 over a fix's code: what it applies, under which names."""
+    parts = []
+    for kind, files in (
+        ("module", fix.modules),
+        ("edit", fix.edits),
+        ("hook", {name: hook.file for name, hook in fix.hooks.items()}),
+    ):
+        for name, file in sorted(files.items()):
+            parts.append(f"{kind} {name} {sha256(file.read_bytes())}")
+    parts += [f"{name} {hook.function}" for name, hook in sorted(fix.hooks.items())]
+    return sha256("\n".join([fix.name, *parts]).encode())
+
+
+def cache_key(tree: Tree, judged: Sequence[Judged]) -> str:
+    """Return the key of compile caches: vLLM, torch, GPU architecture and the applied fixes."""
+    applied = [fix_digest(item.fix) for item in judged if item.verdict == "apply"]
+    return sha256("\n".join([tree.version, _torch(), gpu_architecture(), *applied]).encode())[:16]
+
+
+def plan_modules(
+    judged: Sequence[Judged], tree: Tree
+) -> tuple[dict[str, dict[str, Any]], dict[str, bytes]]:
+    """Return what activation needs to know of each module, and the patched texts by store path.
+
+    The store's address is the digest of the original and the patched text, never of the plan:
+    torch.compile and vLLM hash a source's path, and plans that patch alike must share caches.
+    """
+    modules: dict[str, dict[str, Any]] = {}
+    sources: dict[str, bytes] = {}
+    for item in judged:
+        if item.verdict != "apply":
+            continue
+        for name, file in item.fix.modules.items():
+            entry = _module_entry(modules, name, tree, added=file)
+            entry["source"] = {"file": str(file), "sha256": sha256(file.read_bytes())}
+            entry["fixes"].append(_step(item.fix, "module", file))
+        for name, file in item.fix.edits.items():
+            entry = _module_entry(modules, name, tree)
+            text = item.patched[name]
+            address = sha256(f"{entry['original']}\n{sha256(text)}".encode())
+            for stale in [entry["source"]["file"]] if entry["source"] else []:
+                sources.pop(stale, None)  # an edit stacked on an earlier one
+            path = f"store/{address}/{entry['path']}"
+            entry["source"] = {"file": path, "sha256": sha256(text)}
+            sources[path] = text
+            entry["fixes"].append(_step(item.fix, "edit", file))
+        for name, hook in item.fix.hooks.items():
+            entry = _module_entry(modules, name, tree)
+            entry["fixes"].append(_step(item.fix, "hook", hook.file, hook.function))
+    return modules, sources
+
+
+def _module_entry(
+    modules: dict[str, dict[str, Any]], name: str, tree: Tree, added: Path | None = None
+) -> dict[str, Any]:
+    if name not in modules:
+        path = None if added else tree.path(name)
+        file = added or path
+        modules[name] = {
+            "path": str(path.relative_to(tree.root)) if path else None,
+            "original": sha256(path.read_bytes()) if path else None,
+            "package": file is not None and file.name == "__init__.py",
+            "source": None,
+            "fixes": [],
+        }
+    return modules[name]
+
+
+def _step(fix: Fix, kind: str, file: Path, function: str | None = None) -> dict[str, Any]:
+    digest = sha256(file.read_bytes())
+    return {
+        "fix": fix.name,
+        "kind": kind,
+        "file": str(file),
+        "sha256": digest,
+        "function": function,
+    }
+
+
+def _torch() -> str:
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def _plain(value: Any) -> dict[str, Any]:
+    """Return a frozen record of the recipe as JSON-ready data, without what it leaves open."""
+    if value is None:
+        return {}
+    data = dataclasses.asdict(value)
+    return {key.replace("_", "-"): item for key, item in data.items() if item is not None}
