@@ -1,0 +1,102 @@
+"""Which fix is in which process of this node, from the receipts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_overlay.health import receipts_of
+from vllm_overlay.processes import PROC, Proc, vllm_processes
+from vllm_overlay.receipts import Receipt, read_failures
+from vllm_overlay.runs import Run, live_runs
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+COLOURS = {"applied": "green", "waiting": "yellow", "running": "green", "starting": "yellow"}
+
+
+def status_rows(home: Path, proc: Path = PROC) -> dict[str, Any]:
+    """Return what ``status --json`` prints: servers, their failures, and every vLLM process.
+
+    A process's ``fixes`` are its own plan's, empty without a receipt; ``state`` is running,
+    starting, without plan, without receipt, or what is wrong with its receipt.
+    """
+    runs = live_runs(home, proc)
+    processes = vllm_processes(proc)
+    receipts = receipts_of(processes, home / "plans")
+    return {
+        "servers": [_server(run) for run in runs],
+        "processes": [_process(p, receipts.get((p.pid, p.start))) for p in processes],
+    }
+
+
+def status_table(rows: Mapping[str, Any]) -> RenderableType:
+    """Return the rows as tables for a terminal."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    parts: list[RenderableType] = []
+    for server in rows["servers"]:
+        parts.append(
+            Text(f"{server['recipe']} at {server['url']}, plan {server['plan'][:12]}", style="bold")
+        )
+        parts += [
+            Text(f"pid {f['pid']} failed: {f['line']}", style="red") for f in server["failures"]
+        ]
+    if not rows["servers"]:
+        parts.append(Text("no server that vllm-overlay started is running on this node"))
+    if not rows["processes"]:
+        return Group(*parts)
+    fixes = list(dict.fromkeys(name for row in rows["processes"] for name in row["fixes"]))
+    table = Table("pid", "role", "rank", "plan", "state", *fixes)
+    for row in rows["processes"]:
+        states = [row["state"], *(row["fixes"].get(name, "-") for name in fixes)]
+        cells = [
+            Text(state, style=COLOURS.get(state, "" if state == "-" else "red")) for state in states
+        ]
+        plan = row["plan"][:12] if row["plan"] else "-"
+        table.add_row(str(row["pid"]), row["role"], row["rank"] or "-", plan, *cells)
+    return Group(*parts, table)
+
+
+def _server(run: Run) -> dict[str, Any]:
+    failures = [f for f in read_failures(run.folder) if f.start >= run.start or not f.start]
+    return {
+        "recipe": run.recipe,
+        "plan": run.digest,
+        "pid": run.pid,
+        "port": run.port,
+        "url": run.url,
+        "model": run.served_model,
+        "started": run.started,
+        "fixes": list(run.fixes),
+        "failures": [{"pid": f.pid, "line": f.line} for f in failures],
+    }
+
+
+def _process(process: Proc, receipt: Receipt | None) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "pid": process.pid,
+        "ppid": process.ppid,
+        "role": process.role,
+        "rank": None,
+        "title": process.title,
+        "plan": process.plan.parent.name if process.plan else None,
+        "state": "without receipt" if process.state == "running" else process.state,
+        "why": process.why,
+        "environment": None,
+        "fixes": {},
+    }
+    if receipt is not None:
+        row |= {
+            "role": receipt.role,
+            "rank": receipt.rank,
+            "plan": receipt.plan,
+            "state": receipt.problem or "running",
+            "environment": receipt.environment,
+            "fixes": {name: receipt.state(name) for name in receipt.fixes},
+        }
+    return row
