@@ -99,13 +99,9 @@ def test_reload_applies_again(sandbox: Sandbox) -> None:
 
 def test_threads_importing_at_once_apply_once(sandbox: Sandbox) -> None:
     counter = (
-        "import builtins
-"
-        "def install(m):
-"
-        " builtins.count = getattr(builtins, 'count', 0) + 1
- m.X = 1
- return {'X': 1}"
+        "import builtins\n"
+        "def install(m):\n"
+        " builtins.count = getattr(builtins, 'count', 0) + 1\n m.X = 1\n return {'X': 1}"
     )
     sandbox.hook("count", "vllm.sampler", counter)
     run = sandbox.code(
