@@ -66,13 +66,10 @@ def _walk(root: Node, path: Sequence[str | int]) -> tuple[list[Node], bool]:
     """Return the nodes from the root along ``path``, and whether it was found to its end."""
     way = [root]
     for step in path:
-        value = way[-1].value
-        if isinstance(value, dict) and isinstance(step, str) and step in value:
-            way.append(value[step])
-        elif isinstance(value, tuple) and isinstance(step, int) and step < len(value):
-            way.append(value[step])
-        else:
+        child = way[-1].child(step)
+        if child is None:
             return way, False
+        way.append(child)
     return way, True
 
 

@@ -103,9 +103,7 @@ def load_fix(folder: Path) -> Fix:
     return _fix(model, folder, file, Places(root))
 
 
-def check_needs(
-    fix: Fix, serve: Mapping[str, object], env: Mapping[str, str]
-) -> list[ConfigError]:
+def check_needs(fix: Fix, serve: Mapping[str, object], env: Mapping[str, str]) -> list[ConfigError]:
     """Return each need of a fix that a recipe's serve flags and environment do not meet."""
     checked = (check_need(fix.name, need, serve, env) for need in fix.needs)
     return [error for error in checked if error is not None]
@@ -141,19 +139,17 @@ def _shared_flags(fixes: Mapping[str, Fix]) -> Iterator[ConfigError]:
                 yield fix.places.at("flag").error(what, remedy="give each fix its own flag")
 
 
-def _appended_lists(node: Node) -> list[ConfigError]:
+def _appended_lists(node: Node) -> Iterator[ConfigError]:
     """Refuse ``+[...]``: a fix has no parent."""
-    values = node.value.values() if isinstance(node.value, dict) else node.value
-    if isinstance(node.value, dict | tuple):
-        errors = [error for child in values for error in _appended_lists(child)]
-        if node.append:
-            errors.append(node.place.error("+[...] has no parent here", remedy="write [...]"))
-        return errors
-    return []
+    if node.append:
+        yield node.place.error("+[...] has no parent's list here", remedy="write [...]")
+    children = node.value.values() if isinstance(node.value, dict) else _items(node)
+    for child in children:
+        yield from _appended_lists(child)
 
 
 def _wrong_name(root: Node, folder: Path) -> list[ConfigError]:
-    node = root.get("name")
+    node = root.child("name")
     name = _text(node)
     if node is None or not name or name == folder.name:
         return []
@@ -169,12 +165,12 @@ def _inconsistent(root: Node) -> Iterator[ConfigError]:
             if module in new:
                 what = f"the module '{module[:200]}' is new and cannot be in {other} too"
                 yield node.place.error(what, remedy="write it into the module itself")
-    after = root.get("after")
+    after = root.child("after")
     names = [item.value for item in _items(after)]
     for index, item in enumerate(_items(after)):
         if item.value in names[:index]:
             yield item.place.error(f"'{item.written[:200]}' is there twice", remedy="remove it")
-        elif isinstance(item.value, str) and item.value == _text(root.get("name")):
+        elif isinstance(item.value, str) and item.value == _text(root.child("name")):
             yield item.place.error("the fix comes after itself", remedy="remove it")
 
 
@@ -204,7 +200,7 @@ def _broken_files(root: Node, folder: Path) -> Iterator[ConfigError]:
 
 
 def _entries(root: Node, key: str) -> list[tuple[str, Node]]:
-    node = root.get(key)
+    node = root.child(key)
     return list(node.value.items()) if node and isinstance(node.value, dict) else []
 
 

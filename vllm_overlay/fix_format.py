@@ -150,4 +150,3 @@ class FixModel(Strict):
         if not (self.modules or self.edits or self.hooks):
             raise refuse("the fix changes nothing", expected="modules, edits or hooks")
         return self
-

@@ -155,7 +155,7 @@ def _read(file: Path, errors: list[ConfigError]) -> Node | None:
 
 def _parent(root: Node, folder: Path, seen: dict[Path, str]) -> Path | None:
     """Return the file that a document extends; ConfigError if it is unusable."""
-    node = root.get("extends")
+    node = root.child("extends")
     if node is None or node.bad or not isinstance(node.value, str):
         return None
     name = node.value
@@ -183,7 +183,7 @@ def _repeated_fixes(root: Node) -> list[ConfigError]:
     """Refuse a fix that one list names twice."""
     errors = []
     for owner in (root, *_variant_nodes(root).values()):
-        fixes = owner.get("fixes")
+        fixes = owner.child("fixes")
         items = fixes.value if fixes and isinstance(fixes.value, tuple) else ()
         seen = set()
         for item in items:
@@ -195,7 +195,7 @@ def _repeated_fixes(root: Node) -> list[ConfigError]:
 
 
 def _variant_nodes(root: Node) -> dict[str, Node]:
-    node = root.get("variants")
+    node = root.child("variants")
     return node.value if node and isinstance(node.value, dict) else {}
 
 
@@ -284,7 +284,7 @@ def _recipe(root: Node, file: Path, variant: str | None, variants: tuple[str, ..
     """Return the Recipe of a merged document, which must name a model and a vLLM."""
     model, errors = validate(RecipeModel, root)
     for name in ("model", "vllm"):
-        if root.get(name) is None:
+        if root.child(name) is None:
             remedy = "a recipe without it can only be extended by another"
             errors.append(root.place.error(f"the key '{name}' is missing", remedy=remedy))
     raise_problems(errors, file)
@@ -304,7 +304,7 @@ def _recipe(root: Node, file: Path, variant: str | None, variants: tuple[str, ..
             gpu_memory=requires.gpu_memory or None,
             shm=requires.shm or None,
         )
-        if root.get("requires")
+        if root.child("requires")
         else None,
         smoke=Smoke(tuple(Expect(e.prompt, e.contains) for e in model.smoke.expect)),
         file=file,

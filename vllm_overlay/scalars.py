@@ -29,7 +29,8 @@ def read_scalar(text: str) -> tuple[Scalar, tuple[str, str] | None]:
     It has a clear one when YAML 1.1 (PyYAML, vLLM's ``--config``) and the core schema of YAML 1.2
     (most editors) agree on it.
     """
-    old = _YAML_1_1.resolve(yaml.ScalarNode, text, (True, False)).removeprefix(_TAG)
+    tag: str = _YAML_1_1.resolve(yaml.ScalarNode, text, (True, False))  # type: ignore[no-untyped-call]
+    old = tag.removeprefix(_TAG)
     kind, value = _read_1_2(text)
     if kind == "out-of-range":
         return text, ("this number is out of range", "quote it if it is text")

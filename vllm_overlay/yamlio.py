@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -70,9 +71,17 @@ class Node:
     append: bool = False
     bad: bool = False
 
-    def get(self, key: str) -> Node | None:
-        """Return the value of a map's key; None if there is none, or this is no map."""
-        return self.value.get(key) if isinstance(self.value, dict) else None
+    def child(self, step: str | int) -> Node | None:
+        """Return a map's value or a list's item; None if there is none, or this is neither."""
+        if isinstance(self.value, dict) and isinstance(step, str):
+            return self.value.get(step)
+        if (
+            isinstance(self.value, tuple)
+            and isinstance(step, int)
+            and step in range(len(self.value))
+        ):
+            return self.value[step]
+        return None
 
     def plain(self) -> Plain:
         """Return the value as ordinary Python lists, dicts and scalars."""
@@ -93,18 +102,12 @@ class Places:
         """Return the place of the key or item at ``path``, else of its nearest ancestor."""
         node, place = self.root, self.root.place
         for step in path:
-            if isinstance(node.value, dict) and isinstance(step, str) and step in node.value:
-                node, place = node.value[step], node.keys[step]
-            elif isinstance(node.value, tuple) and _is_item(step, node.value):
-                node = node.value[int(step)]
-                place = node.place
-            else:
+            child = node.child(step)
+            if child is None:
                 break
+            place = node.keys[step] if isinstance(step, str) else child.place
+            node = child
         return place
-
-
-def _is_item(step: str | int, items: tuple[Node, ...]) -> bool:
-    return isinstance(step, int) and 0 <= step < len(items)
 
 
 def describe(node: Node) -> str:
@@ -192,6 +195,14 @@ class _Loader(yaml.SafeLoader):
         self.appending.add(self.index)
         self.fetch_flow_sequence_start()
 
+    def take(self) -> Any:
+        """Return the next event and go on."""
+        return self.get_event()  # type: ignore[no-untyped-call]
+
+    def next(self) -> Any:
+        """Return the next event without going on."""
+        return self.peek_event()  # type: ignore[no-untyped-call]
+
 
 class _Refused(Exception):
     """The document ends here: reading on would cost too much."""
@@ -228,58 +239,59 @@ class _Builder:
 
     def _document(self) -> Node | None:
         loader = self.loader
-        loader.get_event()
+        loader.take()
         if loader.check_event(yaml.StreamEndEvent):
             self.errors.append(Place(self.file, 1, 1).error("the file is empty"))
             return None
-        start = loader.get_event()
+        start = loader.take()
         if start.version or start.tags:
             self._refuse(start, "YAML directives are not allowed", "remove the line")
         root = self._node(1)
-        loader.get_event()
+        loader.take()
         if not loader.check_event(yaml.StreamEndEvent):
             self._refuse(
-                loader.peek_event(),
+                loader.next(),
                 "a second YAML document begins here",
                 "keep one document a file",
             )
         return root
 
-    def _place(self, mark: yaml.Mark) -> Place:
+    def _place(self, mark: Any) -> Place:
         return Place(self.file, mark.line + 1, mark.column + 1)
 
-    def _refuse(self, event: yaml.Event, what: str, remedy: str, found: str | None = None) -> None:
+    def _refuse(self, event: Any, what: str, remedy: str, found: str | None = None) -> None:
         place = self._place(event.start_mark)
         self.errors.append(place.error(what, found=found, remedy=remedy))
 
     def _node(self, depth: int) -> Node:
-        event = self.loader.get_event()
+        event = self.loader.take()
         place = self._place(event.start_mark)
         self.nodes += 1
         if depth > MAX_DEPTH or self.nodes > MAX_NODES:
             limit = f"{MAX_DEPTH} levels" if depth > MAX_DEPTH else f"{MAX_NODES} values"
             self.errors.append(place.error("the document is too large", expected=f"up to {limit}"))
             raise _Refused
+        name, start = getattr(event, "anchor", None), event.start_mark.index
         if isinstance(event, yaml.AliasEvent):
-            self._refuse(event, f"the alias *{shorten(event.anchor)} is not allowed", _WRITE_OUT)
+            self._refuse(event, f"the alias *{shorten(name)} is not allowed", _WRITE_OUT)
             return Node(place, None, bad=True)
         bad = self._marked(event)
         if isinstance(event, yaml.MappingStartEvent):
             return self._map(place, depth, bad)
         if isinstance(event, yaml.SequenceStartEvent):
-            append = event.start_mark.index in self.loader.appending
+            append = start in self.loader.appending
             items = []
             while not self.loader.check_event(yaml.SequenceEndEvent):
                 items.append(self._node(depth + 1))
-            self.loader.get_event()
+            self.loader.take()
             return Node(place, tuple(items), append=append, bad=bad)
         return self._scalar(event, place, bad)
 
-    def _marked(self, event: yaml.NodeEvent) -> bool:
+    def _marked(self, event: Any) -> bool:
         """Refuse an anchor and a tag."""
         if event.anchor is not None:
             self._refuse(event, f"the anchor &{shorten(event.anchor)} is not allowed", _WRITE_OUT)
-        tag = getattr(event, "tag", None)
+        tag = event.tag
         if tag is not None:
             self._refuse(event, f"the tag {shorten(tag)} is not allowed", "remove it")
         return tag is not None
@@ -302,7 +314,7 @@ class _Builder:
                 )
                 continue
             values[key.written], keys[key.written] = value, key.place
-        self.loader.get_event()
+        self.loader.take()
         return Node(place, values, keys=keys, bad=bad)
 
     def _key(self, node: Node) -> Node | None:
@@ -320,7 +332,7 @@ class _Builder:
         self.errors.append(node.place.error(what, remedy=remedy))
         return None
 
-    def _scalar(self, event: yaml.ScalarEvent, place: Place, bad: bool) -> Node:
+    def _scalar(self, event: Any, place: Place, bad: bool) -> Node:
         text: str = event.value
         if event.style is not None:
             unusable = re.search("[\0\ud800-\udfff]", text)
