@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,3 +46,30 @@ def test_linter(command: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("name", PYTHON)
 def test_a_file_can_be_read_in_one_go(name: str) -> None:
     assert len((ROOT / name).read_text().splitlines()) <= LONGEST
+
+
+def test_the_image_takes_the_torch_that_make_takes() -> None:
+    torch = re.search(r'^TORCH = "torch==(.*?)"', (ROOT / "tools/env.py").read_text(), re.M)
+    image = re.search(r"^ARG TORCH_VERSION=(.*)", (ROOT / "Dockerfile").read_text(), re.M)
+    assert torch
+    assert image
+    assert torch[1] == image[1]
+
+
+@pytest.mark.parametrize(
+    "name", sorted(ROOT.glob("requirements-*.lock")), ids=lambda path: path.name
+)
+def test_every_locked_package_has_a_hash(name: Path) -> None:
+    text = name.read_text()
+    pinned = re.findall(r"^[a-z].*?==\S+(.*)", text, re.M)
+    assert pinned
+    assert set(pinned) == {" \\"}  # its hashes follow on the next lines
+    assert "http" not in text  # no registry is named
+
+
+def test_the_cpu_image_is_locked_to_what_is_tested() -> None:
+    pins = [
+        set(re.findall(r"^[a-z].*?==\S+", (ROOT / name).read_text(), re.M))
+        for name in ("requirements-cpu.lock", "requirements-dev.lock")
+    ]
+    assert pins[0] <= pins[1]

@@ -10,9 +10,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import httpx
 import psutil
@@ -24,7 +25,6 @@ from vllm_overlay.errors import EXIT_FAILED, ConfigError
 from vllm_overlay.folders import Folders, find_folders
 
 RECIPE = "demo"
-HOST = "127.0.0.1"
 QUESTION = "What is the capital of France?"
 COMMAND = Path(sys.executable).with_name("vllm-overlay")
 DRAIN_SECONDS = 60
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="vllm_overlay.demo", description=__doc__)
     parser.add_argument("--port", type=int, help="another port than the recipe's")
     port = parser.parse_args(arguments).port
-    flags = ["--", "--host", HOST, *(["--port", str(port)] if port else [])]
+    flags = ["--", "--port", str(port)] if port else []
     console = Console(highlight=False, soft_wrap=True)
     for number in SIGNALS:
         signal.signal(number, interrupt)
@@ -85,8 +85,9 @@ def make_model(folders: Folders, console: Console) -> None:
 
 def serve(flags: Sequence[str], folders: Folders, console: Console) -> NoReturn:
     """Serve the recipe and show it at work. Ends by an exception, with the server stopped."""
-    served = plan(flags)["serve"]
-    port, model = served["port"], served["served-model-name"]
+    planned = plan(flags)
+    host, port = planned["serve"]["host"], planned["serve"]["port"]
+    url = f"http://{host}:{port}"
     log = log_file(folders, f"demo-{port}")
     with log.open("w") as out:
         # A session of its own: Ctrl-C reaches this process alone, which then stops the server.
@@ -99,29 +100,29 @@ def serve(flags: Sequence[str], folders: Folders, console: Console) -> NoReturn:
         )
     console.print(f"vllm-overlay serve {RECIPE}: process {server.pid}, log {log}")
     try:
-        wait_healthy(server, port, log, console)
-        show(port, model, console)
+        wait_healthy(server, url, log, console)
+        show(url, planned["served_model"], console)
         status = server.wait()
         fail("the server ended", status, log)
     finally:
         stop(server)
 
 
-def plan(flags: Sequence[str]) -> dict[str, dict[str, str]]:
+def plan(flags: Sequence[str]) -> dict[str, Any]:
     """Return the plan of the demo recipe. Its errors go to the terminal."""
-    command = [COMMAND, "plan", RECIPE, "--json", *flags]
+    command = [str(COMMAND), "plan", RECIPE, "--json", *flags]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise Ended(done.returncode)
-    resolved: dict[str, dict[str, str]] = json.loads(done.stdout)
+    resolved: dict[str, Any] = json.loads(done.stdout)
     return resolved
 
 
-def wait_healthy(server: subprocess.Popen[bytes], port: int, log: Path, console: Console) -> None:
-    """Wait until this server is up on ``port``, then let `vllm-overlay health` judge it."""
+def wait_healthy(server: subprocess.Popen[bytes], url: str, log: Path, console: Console) -> None:
+    """Wait until this server is up at ``url``, then let `vllm-overlay health` judge it."""
     began = time.monotonic()
     with console.status("vLLM starts") as status:
-        while not answers(server.pid, port):
+        while not answers(server.pid, url):
             try:
                 fail("the server ended before it was healthy", server.wait(timeout=0.5), log)
             except subprocess.TimeoutExpired:
@@ -131,8 +132,8 @@ def wait_healthy(server: subprocess.Popen[bytes], port: int, log: Path, console:
     run_command("health")
 
 
-def answers(pid: int, port: int) -> bool:
-    """Tell whether the process ``pid`` listens on ``port`` and calls itself healthy.
+def answers(pid: int, url: str) -> bool:
+    """Tell whether the process ``pid`` listens on the port of ``url`` and calls itself healthy.
 
     Another server on that port does not count.
     """
@@ -140,24 +141,25 @@ def answers(pid: int, port: int) -> bool:
         sockets = psutil.Process(pid).net_connections("tcp")
     except psutil.Error:
         return False
+    port = httpx.URL(url).port
     if not any(s.status == psutil.CONN_LISTEN and s.laddr.port == port for s in sockets):
         return False
     try:
-        return httpx.get(f"http://{HOST}:{port}/health", timeout=5).status_code == 200
+        return httpx.get(f"{url}/health", timeout=5).status_code == 200
     except httpx.HTTPError:
         return False
 
 
-def show(port: int, model: str, console: Console) -> None:
+def show(url: str, model: str, console: Console) -> None:
     """Print an answer, the table of processes and fixes, and a request to try."""
     body = {"model": model, "temperature": 0, "messages": [{"role": "user", "content": QUESTION}]}
-    url = f"http://{HOST}:{port}/v1/chat/completions"
-    reply = httpx.post(url, json=body, timeout=120).raise_for_status().json()
+    chat = f"{url}/v1/chat/completions"
+    reply = httpx.post(chat, json=body, timeout=120).raise_for_status().json()
     answer = reply["choices"][0]["message"]["content"]
     console.print(f"\n[bold]{QUESTION}[/bold]\n{answer}\n")
     run_command("status")
     console.print(
-        f"\nTry it: curl -s {url} -H 'content-type: application/json' -d '{json.dumps(body)}'",
+        f"\nTry it: curl -s {chat} -H 'content-type: application/json' -d '{json.dumps(body)}'",
         markup=False,
     )
     console.print("Serving until Ctrl-C.")
@@ -176,14 +178,10 @@ def stop(server: subprocess.Popen[bytes]) -> None:
         signal.signal(number, signal.SIG_IGN)
     if server.poll() is None:
         server.terminate()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             server.wait(timeout=DRAIN_SECONDS)
-        except subprocess.TimeoutExpired:
-            pass
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(server.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     server.wait()
 
 

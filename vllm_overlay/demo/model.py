@@ -71,6 +71,8 @@ def convert(source: Path, target: Path) -> None:
     model.config.__dict__.pop("quantization_config", None)
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
+    for file in target.iterdir():
+        file.chmod(0o644)  # safetensors writes 0600, and a container reads it as another user
 
 
 if __name__ == "__main__":
