@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 from vllm_overlay import infocache
-from vllm_overlay.errors import ConfigError, did_you_mean
+from vllm_overlay.errors import ConfigError, nearest
 from vllm_overlay.flags import Place, error_at
 from vllm_overlay.upstream import Tree
 
@@ -170,7 +170,9 @@ def check_env(
             services.setdefault(service, []).append(name)
         elif name.startswith(PREFIX) and name not in everything:
             where = place(name) if place else EnvironmentPlace()
-            remedy = did_you_mean(name, everything) or "unset it"
+            # Without the prefix: all names would be alike with it.
+            near = nearest(name.removeprefix(PREFIX), [k.removeprefix(PREFIX) for k in everything])
+            remedy = f"did you mean '{PREFIX}{near}'?" if near else "unset it"
             what = f"environment variable {name} is known to neither vLLM nor a fix"
             errors.append(error_at(where, what, remedy=remedy))
     return errors + [_service_error(*item) for item in services.items()]
@@ -191,10 +193,11 @@ def _service(name: str, environ: Mapping[str, str], known: Collection[str]) -> s
 
 
 def _service_error(service: str, names: list[str]) -> ConfigError:
-    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    more = len(names) - 1
+    which = f"s {names[0]} and {more} more come" if more else f" {names[0]} comes"
     return error_at(
         EnvironmentPlace(),
-        f"environment variable {names[0]}{others} come from a Kubernetes Service or a container "
-        f"link named '{service}'; vLLM would read some of them as its own",
+        f"environment variable{which} from a Kubernetes Service or a container link named "
+        f"'{service}', and vLLM would take such a name for its own",
         remedy="set enableServiceLinks: false in the pod, or name the Service differently",
     )
