@@ -27,7 +27,7 @@ from vllm_overlay.folders import Folders, find_folders
 RECIPE = "demo"
 QUESTION = "What is the capital of France?"
 COMMAND = Path(sys.executable).with_name("vllm-overlay")
-DRAIN_SECONDS = 60
+DRAIN_SECONDS = 90  # more than the recipe's shutdown-timeout
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
