@@ -16,6 +16,7 @@ from vllm_overlay.recipe_format import (
     Text,
     key,
     release,
+    shaped,
     version_range,
 )
 
@@ -64,9 +65,12 @@ def _scalar(value: object) -> object:
     raise refuse("this is no value of a flag", expected="text, a whole number, or true or false")
 
 
-Module = Annotated[str, AfterValidator(_module)]
+Module = Annotated[str, AfterValidator(_module), shaped(_MODULE)]
+HookPath = Annotated[str, AfterValidator(_hook), shaped(_HOOK)]
+FlagName = Annotated[str, AfterValidator(_flag), shaped(_FLAG)]
 Release = Annotated[str, AfterValidator(release)]
-Digests = dict[Release, dict[Module, dict[Text, Annotated[str, AfterValidator(_digest)]]]]
+Digest = Annotated[str, AfterValidator(_digest), shaped(_DIGEST)]
+Digests = dict[Release, dict[Module, dict[Text, Digest]]]
 FlagValue = Annotated[str, StringConstraints(min_length=1, max_length=MAX_LENGTH)]
 NeedValue = Annotated[bool | int | str, BeforeValidator(_scalar)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -75,7 +79,7 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 class FlagModel(Strict):
     """The environment switch of a fix; ``flag: VLLM_X`` is short for ``flag: {name: VLLM_X}``."""
 
-    name: Annotated[str, AfterValidator(_flag)] = key("the environment variable")
+    name: FlagName = key("the environment variable")
     values: list[FlagValue] = key(
         'the values it may have; "0" turns the fix off', default=[OFF, "1"], min_length=2
     )
@@ -133,7 +137,7 @@ class FixModel(Strict):
     after: list[Name] = key("the fixes that are applied before this one", default=[])
     modules: dict[Module, Text] = key("new modules of vLLM: name to Python file", default={})
     edits: dict[Module, Text] = key("changed modules: name to unified diff", default={})
-    hooks: dict[Module, Annotated[str, AfterValidator(_hook)]] = key(
+    hooks: dict[Module, HookPath] = key(
         "functions called with a module that has run: name to file.py:function", default={}
     )
     needs: list[NeedModel] = key("rules that a recipe with this fix must meet", default=[])

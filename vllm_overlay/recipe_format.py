@@ -127,12 +127,18 @@ def _env_name(text: str) -> str:
     return text
 
 
-Name = Annotated[str, AfterValidator(_name)]
+def shaped(pattern: re.Pattern[str]) -> Any:
+    """Return what shows an editor the pattern that a validator checks."""
+    return Field(json_schema_extra={"pattern": f"^({pattern.pattern})$"})
+
+
+Name = Annotated[str, AfterValidator(_name), shaped(_NAME)]
 OneLine = Annotated[str, AfterValidator(_one_line)]
 Text = Annotated[str, Field(min_length=1)]
-Size = Annotated[str, AfterValidator(_size)]
-ServeFlags = dict[Annotated[str, AfterValidator(_serve_flag)], JsonValue]
-Environment = dict[Annotated[str, AfterValidator(_env_name)], str]
+Size = Annotated[str, AfterValidator(_size), shaped(_SIZE)]
+Variant = Annotated[str, AfterValidator(_variant_name), shaped(_VARIANT)]
+ServeFlags = dict[Annotated[str, AfterValidator(_serve_flag), shaped(_FLAG)], JsonValue]
+Environment = dict[Annotated[str, AfterValidator(_env_name), shaped(_ENV)], str]
 
 
 def key(text: str, *, default: Any = ..., alias: str | None = None, **limits: Any) -> Any:
@@ -194,7 +200,7 @@ class RecipeModel(VariantModel):
     extends: Name = key(
         "the parent recipe, such as base/h200 for recipes/base/h200.yaml", default=""
     )
-    variants: dict[Annotated[str, AfterValidator(_variant_name)], VariantModel] = key(
+    variants: dict[Variant, VariantModel] = key(
         "changes of this recipe, chosen by name when it is served",
         default={},
         max_length=MAX_VARIANTS,

@@ -271,9 +271,10 @@ class _Builder:
             limit = f"{MAX_DEPTH} levels" if depth > MAX_DEPTH else f"{MAX_NODES} values"
             self.errors.append(place.error("the document is too large", expected=f"up to {limit}"))
             raise _Refused
-        name, start = getattr(event, "anchor", None), event.start_mark.index
+        start = event.start_mark.index
         if isinstance(event, yaml.AliasEvent):
-            self._refuse(event, f"the alias *{shorten(name)} is not allowed", _WRITE_OUT)
+            found = f"*{shorten(str(event.anchor))}"
+            self._refuse(event, "an alias is not allowed", _WRITE_OUT, found)
             return Node(place, None, bad=True)
         bad = self._marked(event)
         if isinstance(event, yaml.MappingStartEvent):
@@ -290,10 +291,11 @@ class _Builder:
     def _marked(self, event: Any) -> bool:
         """Refuse an anchor and a tag."""
         if event.anchor is not None:
-            self._refuse(event, f"the anchor &{shorten(event.anchor)} is not allowed", _WRITE_OUT)
+            found = f"&{shorten(event.anchor)}"
+            self._refuse(event, "an anchor is not allowed", _WRITE_OUT, found)
         tag = event.tag
         if tag is not None:
-            self._refuse(event, f"the tag {shorten(tag)} is not allowed", "remove it")
+            self._refuse(event, "a tag is not allowed", "remove it", shorten(tag))
         return tag is not None
 
     def _map(self, place: Place, depth: int, bad: bool) -> Node:
