@@ -83,7 +83,7 @@ def check_serve(
 ) -> list[ConfigError]:
     """Return every flag that the parser does not know, and every value that it cannot take.
 
-    ``place(("serve", flag, ...))`` tells where the recipe says so.
+    ``place((flag, key inside it, ...))`` tells where the recipe says so.
     """
     errors: list[ConfigError] = []
     first: dict[str, str] = {}
@@ -270,4 +270,4 @@ def error_at(
 
 
 def _where(place: PlaceOf | None, path: tuple[str, ...]) -> Place | None:
-    return place(("serve", *path)) if place else None
+    return place(path) if place else None

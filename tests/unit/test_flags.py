@@ -139,7 +139,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> ParserTable:
 
 
 def at(path: tuple[str, ...]) -> SimpleNamespace:
-    return SimpleNamespace(file="r.yaml", line=len(path), column=".".join(path))
+    return SimpleNamespace(file="r.yaml", line=len(path) + 1, column=".".join(("serve", *path)))
 
 
 def refused(table: ParserTable, **serve: object) -> list[str]:
