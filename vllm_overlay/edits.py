@@ -1,0 +1,163 @@
+"""One edit of a fix, looked at on one vLLM: where its hunks stand and what they change."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from vllm_overlay import diffs
+from vllm_overlay.diffs import DiffError, FileDiff
+from vllm_overlay.errors import ConfigError, did_you_mean
+from vllm_overlay.symbols import MODULE, Symbols, parse
+from vllm_overlay.upstream import Tree
+
+NOTHING = Symbols({}, {})
+
+
+@dataclass(frozen=True)
+class HunkLook:
+    """Where one hunk by itself stands in the file, as lines from 1: to be applied, or applied."""
+
+    number: int
+    line: int  # in the diff
+    forward: int | None
+    reverse: int | None
+
+
+@dataclass(frozen=True)
+class Edit:
+    """``name`` is what messages call the diff. ``fits``: it applies as a whole; ``carried``: the
+    file has the whole of it already. ``changed`` are the symbols it changes, adds or removes, and
+    ``before`` the digests of the text that it was looked at on."""
+
+    module: str
+    name: str
+    errors: tuple[str, ...] = ()
+    hunks: tuple[HunkLook, ...] = ()
+    fits: bool = False
+    carried: bool = False
+    patched: bytes | None = None
+    changed: tuple[str, ...] = ()
+    before: Symbols = NOTHING
+
+    @property
+    def carried_hunks(self) -> tuple[HunkLook, ...]:
+        """The hunks that the file has already."""
+        if self.fits:
+            return ()
+        return tuple(h for h in self.hunks if h.reverse and (self.carried or not h.forward))
+
+    def evidence(self) -> dict[str, Any]:
+        """Return what was found, JSON-ready."""
+        hunks = [vars(hunk) for hunk in self.hunks]
+        return {
+            "module": self.module,
+            "diff": self.name,
+            "applies": self.fits,
+            "applies_in_reverse": self.carried,
+            "changed": list(self.changed),
+            "hunks": hunks,
+        }
+
+
+def look_at_edit(tree: Tree, module: str, file: Path, name: str, text: bytes | None) -> Edit:
+    """Return what the diff in ``file`` does to ``module``: to ``text``, or to the tree's own."""
+    edit = Edit(module, name)
+    path = tree.path(module)
+    if path is None:
+        hint = did_you_mean(module, tree.siblings(module))
+        what = f"{module}: no such module in vLLM {tree.version}" + (f"; {hint}" if hint else "")
+        return replace(edit, errors=(what,))
+    before = path.read_bytes() if text is None else text
+    try:
+        diff = _only_file(diffs.parse(file.read_bytes(), name), str(path.relative_to(tree.root)))
+        edit = replace(edit, before=tree.read(before, module))
+    except ConfigError as error:
+        return replace(edit, errors=(str(error),))
+    return _placed(edit, diff, before, tree)
+
+
+def _only_file(parts: Sequence[FileDiff], path: str) -> FileDiff:
+    """Return the one part of a diff, which must change the file ``path`` and nothing else."""
+    diff = parts[0]
+    if len(parts) > 1:
+        raise DiffError(
+            "the diff changes several files", file=diff.name,
+            found=", ".join(part.path for part in parts[:5]), expected=path,
+            remedy="give each module its own diff",
+        )  # fmt: skip
+    if diff.old_path != path or diff.new_path != path:
+        raise DiffError(
+            "the diff is for another file", file=diff.name,
+            found=f"{diff.old_path or '/dev/null'} -> {diff.new_path or '/dev/null'}",
+            expected=path,
+        )  # fmt: skip
+    return diff
+
+
+def _placed(edit: Edit, diff: FileDiff, text: bytes, tree: Tree) -> Edit:
+    """Add where the diff and each of its hunks stand; a whole diff that fits is applied."""
+    forward, why = _lines(text, diff, edit.module)
+    reverse, _ = _lines(text, diff.reversed(), edit.module)
+    if forward and reverse:  # both are possible, say in a run of equal lines: go by the lines
+        as_written = forward == [hunk.old_start for hunk in diff.hunks]
+        as_carried = reverse == [hunk.new_start for hunk in diff.hunks]
+        if as_written == as_carried:
+            what = f"{edit.name}: it applies to {edit.module} both forward and in reverse"
+            return replace(edit, errors=(what,))
+        forward, reverse = (forward, []) if as_written else ([], reverse)
+    edit = replace(edit, fits=bool(forward), carried=bool(reverse))
+    hunks = tuple(
+        HunkLook(
+            hunk.number, hunk.line,
+            forward[index] if forward else _line_alone(text, diff, index, edit.module),
+            reverse[index] if reverse else _line_alone(text, diff.reversed(), index, edit.module),
+        )
+        for index, hunk in enumerate(diff.hunks)
+    )  # fmt: skip
+    edit = replace(edit, hunks=hunks)
+    if edit.fits:
+        return _applied(edit, diff, text, tree)
+    torn = edit.carried_hunks and all(h.forward or h.reverse for h in hunks)
+    return edit if torn else replace(edit, errors=(str(why),))
+
+
+def _lines(text: bytes, diff: FileDiff, module: str) -> tuple[list[int], DiffError | None]:
+    try:
+        return [placed.line for placed in diffs.place(text, diff, module)], None
+    except DiffError as error:
+        return [], error
+
+
+def _line_alone(text: bytes, diff: FileDiff, index: int, module: str) -> int | None:
+    lines, _ = _lines(text, replace(diff, hunks=diff.hunks[index : index + 1]), module)
+    return lines[0] if lines else None
+
+
+def _applied(edit: Edit, diff: FileDiff, text: bytes, tree: Tree) -> Edit:
+    patched = diffs.apply(text, diff, edit.module)
+    if any(_uses_file(source, edit.module) for source in (text, patched)):
+        # The patched source lies in another folder, so files beside it would not be found.
+        what = f"{edit.module}: it looks at __file__ and so cannot be edited; use a hook"
+        return replace(edit, errors=(what,))
+    try:
+        after = tree.read(patched, f"{edit.module} with {edit.name}")
+    except ConfigError as error:
+        return replace(edit, errors=(str(error),))
+    own = {**edit.before.own, **after.own}
+    changed = sorted(n for n in own if edit.before.own.get(n) != after.own.get(n))
+    named = tuple(name for name in changed if name != MODULE)
+    return replace(edit, patched=patched, changed=named or tuple(changed))
+
+
+def _uses_file(source: bytes, name: str) -> bool:
+    if b"__file__" not in source:
+        return False
+    try:
+        nodes = ast.walk(parse(source, name))
+    except ConfigError:
+        return False  # reported where its symbols are read
+    return any(isinstance(node, ast.Name) and node.id == "__file__" for node in nodes)
