@@ -78,9 +78,10 @@ def status(as_json: AsJson = False) -> None:
 @app.command()
 def health(port: Port = None, as_json: AsJson = False) -> int:
     """Tell whether this machine's server really serves, with every fix in every process."""
-    from vllm_overlay.health import check, find_run
+    from vllm_overlay.health import check
+    from vllm_overlay.runs import find_run
 
-    result = check(find_run(home_folder(os.environ), port), os.environ)
+    result = check(find_run(home_folder(os.environ), port))
     if as_json:
         print_json(result.as_dict())
     else:
@@ -88,8 +89,8 @@ def health(port: Port = None, as_json: AsJson = False) -> int:
     return 0 if result.ok else EXIT_FAILED
 
 
-@app.command()
-def check(
+@app.command("check")
+def check_command(
     vllm: Annotated[
         str | None,
         typer.Option(metavar="VERSION|WHEEL|DIR", help="Which vLLM; the installed one if absent."),

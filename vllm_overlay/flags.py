@@ -213,13 +213,14 @@ def check_argv(
     argv: Sequence[str],
     tree: Tree,
     home: Path,
+    environ: Mapping[str, str],
     place: PlaceOf | None = None,
 ) -> list[ConfigError]:
     """Return what vLLM's own parser, and its checks of the parsed flags, say against ``argv``.
 
     This catches what no table holds: values inside JSON flags, flags that need each other.
     """
-    message = vllm_refuses(["serve", model, *argv], tree, home)
+    message = vllm_refuses(["serve", model, *argv], tree, home, environ)
     if message is None:
         return []
     named = re.match(r"argument --([\w-]+)\S*: (.*)", message)

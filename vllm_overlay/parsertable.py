@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -35,15 +34,17 @@ class ParserTable:
         return sorted({option.name for option in self.by_string.values()})
 
 
-def parser_table(tree: Tree, home: Path) -> ParserTable:
+def parser_table(tree: Tree, home: Path, environ: Mapping[str, str]) -> ParserTable:
     """Return what the parser of the installed vLLM knows, from the cache or from vLLM itself.
+
+    ``environ`` is what vLLM would be started with: its parser depends on the device.
 
     Raises ConfigError if vLLM's parser cannot be loaded, or is that of another vLLM than ``tree``.
     """
-    file = home / "info" / f"parser-{_cache_key(tree)}.json"
+    file = home / "info" / f"parser-{_cache_key(tree, environ)}.json"
     table = _table(infocache.load(file))
     if table is None:
-        answer = _ask_vllm(tree, None)
+        answer = _ask_vllm(tree, environ, None)
         table = _table(answer)
         if table is None:
             raise ConfigError("vLLM's serve parser cannot be read", file=tree.root / "vllm")
@@ -51,25 +52,27 @@ def parser_table(tree: Tree, home: Path) -> ParserTable:
     return table
 
 
-def vllm_refuses(argv: Sequence[str], tree: Tree, home: Path) -> str | None:
+def vllm_refuses(
+    argv: Sequence[str], tree: Tree, home: Path, environ: Mapping[str, str]
+) -> str | None:
     """Return why vLLM's own parser, and its checks of the parsed flags, refuse ``argv``.
 
     ``argv`` begins with ``serve MODEL``. Only a yes is cached: a no may depend on a file (such as
     a chat template) that is mended next.
     """
-    file = home / "info" / f"argv-{infocache.key(_cache_key(tree), *argv)}.json"
+    file = home / "info" / f"argv-{infocache.key(_cache_key(tree, environ), *argv)}.json"
     if infocache.load(file) == {"refused": None}:
         return None
-    refused = _ask_vllm(tree, argv)["refused"]
+    refused = _ask_vllm(tree, environ, argv)["refused"]
     if refused is None:
         infocache.save(file, {"refused": None})
         return None
     return " ".join(str(refused).split())
 
 
-def _cache_key(tree: Tree) -> str:
+def _cache_key(tree: Tree, environ: Mapping[str, str]) -> str:
     # Platform and general plugins may add options, and these two variables choose them.
-    chosen = [os.environ.get(name, "") for name in ("VLLM_TARGET_DEVICE", "VLLM_PLUGINS")]
+    chosen = [environ.get(name, "") for name in ("VLLM_TARGET_DEVICE", "VLLM_PLUGINS")]
     identity = infocache.tree_identity(tree.root)
     dump = infocache.digest(DUMP.read_bytes())
     return infocache.key(tree.version, identity, sys.executable, dump, *chosen)
@@ -84,18 +87,20 @@ def _table(answer: object) -> ParserTable | None:
     return ParserTable(by_string) if by_string else None
 
 
-def _ask_vllm(tree: Tree, argv: Sequence[str] | None) -> dict[str, object]:
+def _ask_vllm(
+    tree: Tree, environ: Mapping[str, str], argv: Sequence[str] | None
+) -> dict[str, object]:
     """Run the dump in a Python of its own; it takes as long as importing vLLM does."""
     # Without the plan: the parser is vLLM's own, and nothing is applied while we still resolve.
-    environ = {k: v for k, v in os.environ.items() if k != "VLLM_OVERLAY_PLAN"}
-    environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+    child = {k: v for k, v in environ.items() if k != "VLLM_OVERLAY_PLAN"}
+    child |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
     try:
         run = subprocess.run(
             [sys.executable, "-P", str(DUMP)],
             input=json.dumps({"argv": argv}),
             capture_output=True,
             text=True,
-            env=environ,
+            env=child,
             timeout=DUMP_SECONDS,
             check=False,
         )

@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from vllm_overlay import environ as env_checks
-from vllm_overlay import flags as serve_flags
+from vllm_overlay import flags
 from vllm_overlay.activate.state import sha256
 from vllm_overlay.errors import ConfigError, ConfigErrors
+from vllm_overlay.extraflags import parse_extra
 from vllm_overlay.fix import Fix, check_needs, load_fixes
+from vllm_overlay.flags import COMMAND_LINE, Override
 from vllm_overlay.folders import Folders
 from vllm_overlay.host import gpu_architecture
 from vllm_overlay.model import find_model
+from vllm_overlay.parsertable import parser_table
 from vllm_overlay.plan import Plan, PlannedFix
 from vllm_overlay.recipe import Recipe, load_recipe
 from vllm_overlay.selection import Chosen, choose
@@ -68,19 +71,21 @@ def resolve(request: Request) -> Resolution:
     folders = request.folders
     recipe = load_recipe(request.recipe, folder=folders.recipes, variant=request.variant)
     known = load_fixes(folders.fixes)
-    tree = installed_tree()
+    tree = installed_tree(folders.home / "info")
     errors: list[ConfigError] = []
     errors += _check_version(recipe, tree)
-    chosen = _collect(errors, lambda: choose(recipe, known, request.environ), [])
+    nothing: list[Chosen] = []
+    chosen = _collect(errors, lambda: choose(recipe, known, request.environ), nothing)
     applied = [choice.fix for choice in chosen if choice.on]
     judged = judge(applied, tree)
-    serve, overrides, argv = _serve(recipe, request, tree, errors)
-    environment, env_overrides = _environment(recipe, request, tree, known, chosen, errors)
-    for fix in applied:
-        errors += check_needs(fix, serve, {**environment, **request.environ})
-    errors += [error for item in judged for error in _verdict_errors(item)]
     model = _collect(errors, lambda: find_model(recipe, folders.models), recipe.model)
-    errors += _check_frontend(judged, {**environment, **request.environ})
+    environment, env_overrides = _environment(recipe, request, tree, known, chosen, errors)
+    started = {**request.environ, **environment}
+    serve, overrides, argv = _serve(recipe, request, tree, model, started, errors)
+    for fix in applied:
+        errors += check_needs(fix, serve, started)
+    errors += [error for item in judged for error in _verdict_errors(item)]
+    errors += _check_frontend(judged, started)
     key = cache_key(tree, judged)
     for name, kind in CACHES.items():
         own = request.environ.get(name)
@@ -139,20 +144,35 @@ def _collect(errors: list[ConfigError], ask: Callable[[], Result], otherwise: Re
 
 
 def _serve(
-    recipe: Recipe, request: Request, tree: Tree, errors: list[ConfigError]
+    recipe: Recipe,
+    request: Request,
+    tree: Tree,
+    model: str,
+    started: Mapping[str, str],
+    errors: list[ConfigError],
 ) -> tuple[dict[str, Any], list[dict[str, Any]], list[str]]:
     """Return the serve flags in force, what the command line replaced, and vLLM's arguments."""
-    table = serve_flags.parser_table(tree, request.folders.home)
-    extra = _collect(errors, lambda: serve_flags.parse_extra(request.extra, table), {})
-    merged, overrides = serve_flags.merge(recipe.serve, extra)
+    home = request.folders.home
+    table = parser_table(tree, home, started)
+    nothing: dict[str, object] = {}
+    extra = _collect(errors, lambda: parse_extra(request.extra, table), nothing)
+    overrides: list[Override] = []
+    merged = flags.canonical(recipe.serve, table)
+    try:
+        merged, overrides = flags.merge(recipe.serve, extra, table)
+    except ConfigError as error:
+        errors.append(error)
 
-    def place(path: Sequence[str | int]) -> Any:
-        return None if len(path) > 1 and path[1] in extra else recipe.places.at(*path)
+    def place(path: tuple[str, ...]) -> Any:
+        return COMMAND_LINE if path and path[0] in extra else recipe.places.at("serve", *path)
 
-    found = serve_flags.check_serve(merged, table, place)
+    found = flags.check_serve(recipe.serve, table, lambda path: recipe.places.at("serve", *path))
+    found += flags.check_serve(merged, table, place) if not found else []
     errors += found
-    argv = [] if found else _collect(errors, lambda: serve_flags.to_argv(merged, table), [])
-    return merged, [dataclasses.asdict(item) for item in overrides], list(argv)
+    argv = [] if errors else flags.to_argv(merged, table)
+    if not errors:
+        errors += flags.check_argv(model, argv, tree, home, started, place)
+    return merged, [dataclasses.asdict(item) for item in overrides], argv
 
 
 def _environment(
@@ -165,10 +185,10 @@ def _environment(
 ) -> tuple[dict[str, str], list[dict[str, Any]]]:
     """Return the variables that the plan sets, and what the environment replaced in them."""
     names = env_checks.known_env(tree, request.folders.home)
-    flags = {fix.flag.name for fix in known.values() if fix.flag}
-    errors += env_checks.check_env(request.environ, names, flags)
+    own = {fix.flag.name for fix in known.values() if fix.flag}
+    errors += env_checks.check_env(request.environ, names, own)
     errors += env_checks.check_env(
-        recipe.env, names, flags, lambda name: recipe.places.at("env", name)
+        recipe.env, names, own, lambda name: recipe.places.at("env", name)
     )
     environment = dict(recipe.env)
     overrides = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -135,7 +136,7 @@ def posed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pose:
 def table(tmp_path_factory: pytest.TempPathFactory) -> ParserTable:
     with pytest.MonkeyPatch.context() as patch:
         made = pose(tmp_path_factory.mktemp("pose"), patch)
-        return parser_table(made.tree, made.home)
+        return parser_table(made.tree, made.home, os.environ)
 
 
 def at(path: tuple[str, ...]) -> SimpleNamespace:
@@ -159,49 +160,49 @@ def test_the_parser_is_asked_once_without_the_plan(
     posed: Pose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_OVERLAY_PLAN", "/a/plan.json")
-    first = parser_table(posed.tree, posed.home)
-    assert parser_table(posed.tree, posed.home) == first
+    first = parser_table(posed.tree, posed.home, os.environ)
+    assert parser_table(posed.tree, posed.home, os.environ) == first
     assert posed.imports == ["no plan"]
     assert first.by_string["--tensor-parallel-size"] is first.by_string["-tp"]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"options": []}', '{"options": [{"dest": 1}]}'])
 def test_a_cache_that_is_not_whole_is_made_again(posed: Pose, text: str) -> None:
-    first = parser_table(posed.tree, posed.home)
+    first = parser_table(posed.tree, posed.home, os.environ)
     (cached,) = (posed.home / "info").iterdir()
     cached.write_text(text)
-    assert parser_table(posed.tree, posed.home) == first
+    assert parser_table(posed.tree, posed.home, os.environ) == first
     assert json.loads(cached.read_text())["options"]
 
 
 def test_another_tree_or_device_is_asked_again(
     posed: Pose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parser_table(posed.tree, posed.home)
+    parser_table(posed.tree, posed.home, os.environ)
     serve = posed.root / "vllm/entrypoints/cli/serve.py"
     serve.write_text(serve.read_text().replace('"--port"', '"--harbour"'))
     infocache.tree_identity.cache_clear()
-    assert "--harbour" in parser_table(posed.tree, posed.home).by_string
+    assert "--harbour" in parser_table(posed.tree, posed.home, os.environ).by_string
     monkeypatch.setenv("VLLM_TARGET_DEVICE", "other")
-    parser_table(posed.tree, posed.home)
+    parser_table(posed.tree, posed.home, os.environ)
     assert len(posed.imports) == 3
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(posed: Pose) -> None:
     posed.home.write_text("a file where the folder should be")
-    assert "--port" in parser_table(posed.tree, posed.home).by_string
+    assert "--port" in parser_table(posed.tree, posed.home, os.environ).by_string
 
 
 def test_a_parser_that_cannot_be_loaded_says_why(posed: Pose) -> None:
     (posed.root / "vllm/entrypoints/cli/serve.py").write_text("import no_such_module")
     with pytest.raises(ConfigError, match=r"cannot be loaded.*No module named 'no_such_module'"):
-        parser_table(posed.tree, posed.home)
+        parser_table(posed.tree, posed.home, os.environ)
 
 
 def test_another_vllm_on_the_path_is_refused(posed: Pose, tmp_path: Path) -> None:
     other = Pose(tmp_path / "other")
     with pytest.raises(ConfigError, match=f"another vLLM.*found {posed.root}/vllm.*PYTHONPATH"):
-        parser_table(other.tree, other.home)
+        parser_table(other.tree, other.home, os.environ)
 
 
 def test_the_folder_in_which_it_is_started_is_not_searched(
@@ -211,7 +212,7 @@ def test_the_folder_in_which_it_is_started_is_not_searched(
     (decoy / "vllm").mkdir(parents=True)
     (decoy / "vllm" / "__init__.py").write_text("raise SystemExit('decoy')")
     monkeypatch.chdir(decoy)
-    assert parser_table(posed.tree, posed.home).by_string
+    assert parser_table(posed.tree, posed.home, os.environ).by_string
 
 
 # --- what is refused ---
@@ -453,7 +454,7 @@ def test_arguments(table: ParserTable, serve: dict[str, object], argv: list[str]
 
 def test_vllm_has_the_last_word_and_its_yes_is_kept(posed: Pose) -> None:
     def ask(*argv: str) -> list[str]:
-        return [str(e) for e in check_argv("m", argv, posed.tree, posed.home, at)]
+        return [str(e) for e in check_argv("m", argv, posed.tree, posed.home, os.environ, at)]
 
     assert ask("--port=1") == ask("--port=1") == []
     assert len(posed.imports) == 1

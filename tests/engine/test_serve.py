@@ -1,0 +1,118 @@
+"""A real server: the fixes are in every process, and `health` tells when that ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.fixes import write_fix, write_recipe
+from tests.support.serving import COMMAND, Server, chat, environment, serving
+
+IMPORTS_VLLM = "import vllm.envs, sys; print('up', flush=True); sys.stdin.read()"
+
+
+def receipts(server: Server) -> dict[str, dict[str, str]]:
+    """Return {role: {fix: state}} from the files that the server's processes wrote."""
+    files = (server.plan.parent / "receipts").glob("*.json")
+    found = [json.loads(file.read_text()) for file in files]
+    return {item["role"]: {fix["name"]: fix["state"] for fix in item["fixes"]} for item in found}
+
+
+def health(server: Server) -> tuple[int, str]:
+    done = server.cli("health", "--json")
+    return done.returncode, " ".join(json.loads(done.stdout)["reasons"])
+
+
+def test_it_answers(server: Server) -> None:
+    answer = chat(server.url, "What is the capital of France?")
+    assert "Paris" in answer.json()["choices"][0]["message"]["content"]
+
+
+def test_every_process_wrote_a_receipt(server: Server) -> None:
+    found = receipts(server)
+    assert set(found) == {"api-server", "engine-core", "worker"}
+    assert found["api-server"] == {"truncate-to-fit": "applied", "overlay-route": "applied"}
+    pids = {int(path.name.split("-")[0]) for path in server.plan.parent.glob("receipts/*.json")}
+    assert pids <= {server.pid, *(child.pid for child in server.children())}
+
+
+def test_vllm_knows_the_plans_variables(server: Server) -> None:
+    # The server runs with --fail-on-environ-validation: it would have ended otherwise.
+    assert "--fail-on-environ-validation" in " ".join(psutil.Process(server.pid).cmdline())
+    assert "Unknown vLLM environment variable" not in server.log.read_text()
+
+
+def test_status_shows_processes_and_fixes(server: Server) -> None:
+    done = server.cli("status", "--json")
+    assert done.returncode == 0 and str(server.pid) in done.stdout
+    table = server.cli("status").stdout
+    for word in ("api-server", "engine-core", "worker", "truncate-to-fit", "overlay-route"):
+        assert word in table
+
+
+def test_healthy(server: Server) -> None:
+    assert health(server) == (0, "")
+
+
+@pytest.mark.parametrize("options", [[], ["-S"]])
+def test_a_vllm_process_without_the_plan_is_noticed(server: Server, options: list[str]) -> None:
+    """One that was started without the plan's variable, and one that ignores .pth files."""
+    paths = [path for path in sys.path if path.endswith("site-packages")]
+    code = f"import sys; sys.path += {paths!r}; {IMPORTS_VLLM}"
+    plan = {"VLLM_OVERLAY_PLAN": str(server.plan)} if options else {}
+    process = subprocess.Popen(
+        [sys.executable, *options, "-c", code],
+        env={**environment(server.home), **plan},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == b"up\n"
+        status, reasons = health(server)
+        assert status == 1 and str(process.pid) in reasons
+    finally:
+        process.communicate(timeout=30)
+    assert health(server) == (0, "")
+
+
+def test_a_dead_engine_is_noticed_and_nothing_is_left(tmp_path: Path) -> None:
+    with serving("demo", tmp_path) as server:
+        assert health(server) == (0, "")
+        children = server.children()
+        (engine,) = [item for item in children if "EngineCore" in " ".join(item.cmdline())]
+        engine.kill()
+        engine.wait(timeout=30)
+        status, reasons = health(server)
+        assert status == 1 and reasons
+    assert not psutil.wait_procs(children, timeout=10)[1]
+
+
+def test_a_hook_that_fails_in_the_worker_ends_the_server(tmp_path: Path) -> None:
+    """vLLM turns the end of a worker into status 1; the overlay's is 78, with its own line."""
+    code = "def install(module):\n    raise ImportError('not on this machine')\n"
+    hooks = {"vllm.v1.worker.cpu_model_runner": "hooks.py:install"}
+    write_fix(tmp_path / "fixes", "worker-hook", {"hooks.py": code}, hooks=hooks)
+    recipe = write_recipe(tmp_path, fixes=["worker-hook"])
+    done = subprocess.run(
+        [COMMAND, "serve", str(recipe), "--", "--port", "0"],
+        env=environment(tmp_path, {"VLLM_OVERLAY_FIXES": str(tmp_path / "fixes")}),
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 78, done.stderr[-3000:]
+    (line,) = [line for line in done.stderr.splitlines() if "not on this machine" in line]
+    assert line.startswith("vllm-overlay: ") and "worker-hook" in line
+    assert "vllm.v1.worker.cpu_model_runner" in line
+
+
+def test_stopping_leaves_nothing(tmp_path: Path) -> None:
+    with serving("demo", tmp_path) as server:
+        family = [psutil.Process(server.pid), *server.children()]
+    assert [item for item in family if item.is_running()] == []
