@@ -219,7 +219,8 @@ def _fix_keys() -> tuple[Knob, ...]:
 
 def _keys(model: type[BaseModel], prefix: str = "") -> list[Knob]:
     """Return the keys of a map of a file format, those that it must have first."""
-    required, optional = [], []
+    required: list[Knob] = []
+    optional: list[Knob] = []
     for name, field in model.model_fields.items():
         must = field.is_required()
         kind = _kind(field.annotation) + (", required" if must else "")

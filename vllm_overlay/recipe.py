@@ -77,7 +77,7 @@ def load_recipe(name_or_path: str, *, folder: Path, variant: str | None = None) 
     variants = _variant_nodes(merged)
     bare = _without(merged, "variants")
     whole = {name: _merge(bare, node, errors) for name, node in variants.items()}
-    for node in (merged, *whole.values()):
+    for node in (_without_removals(merged), *whole.values()):
         errors += validate(RecipeModel, node)[1]
     raise_problems(errors, file)
     if variant is not None and variant not in whole:
@@ -106,12 +106,16 @@ def find_recipe(name_or_path: str, folder: Path) -> Path:
     if _is_file(path):
         return path
     shown = name_or_path[:MAX_LENGTH]
-    remedy = suggest(shown.removesuffix(".yaml").removesuffix(".yml"), names)
+    remedy = suggest(_stem(shown), names)
     raise ConfigError(
         f"there is no recipe '{shown}'",
         expected=f"a file, or a name in {folder}",
         remedy=remedy or (None if names else "the folder has no recipes"),
     )
+
+
+def _stem(name: str) -> str:
+    return name.removesuffix(".yaml").removesuffix(".yml")
 
 
 def _is_file(path: Path) -> bool:
@@ -159,17 +163,15 @@ def _parent(root: Node, folder: Path, seen: dict[Path, str]) -> Path | None:
     if node is None or node.bad or not isinstance(node.value, str):
         return None
     name = node.value
-    file = inside(folder, f"{name}.yaml")
-    if file is None or name.startswith("/") or ".." in name.split("/"):
-        raise node.place.error(
-            f"the parent '{name[:MAX_LENGTH]}' leads out of the recipe folder",
-            expected=f"a recipe in {folder}",
-        )
     if not is_name(name):
         return None  # the format's own check has reported it
+    file = inside(folder, f"{name}.yaml")
+    if file is None:
+        what = f"the parent '{name}' is a link out of the recipe folder"
+        raise node.place.error(what, expected=f"a recipe in {folder}")
     if not _is_file(file):
         known = recipe_names(folder)
-        remedy = suggest(name.removesuffix(".yaml").removesuffix(".yml"), known)
+        remedy = suggest(_stem(name), known)
         raise node.place.error(f"there is no recipe '{name}' in {folder}", remedy=remedy)
     if file.resolve() in seen:
         cycle = " -> ".join([*seen.values(), seen[file.resolve()]])

@@ -49,6 +49,12 @@ def _name(text: str) -> str:
     return text
 
 
+def _parent(text: str) -> str:
+    if text.startswith("/") or ".." in text.split("/"):
+        raise refuse("the parent leads out of the recipe folder", expected="a recipe's name")
+    return _name(text)
+
+
 def _variant_name(text: str) -> str:
     if not _VARIANT.fullmatch(text):
         raise refuse("this is no variant's name", expected="letters, digits, '.', '_', '-'")
@@ -64,9 +70,11 @@ def _one_line(text: str) -> str:
 def release(text: str) -> str:
     """Return a version in its normal form; refuse what is none."""
     try:
-        return str(Version(text[:MAX_LENGTH]))
-    except ValueError:  # also int()'s, for a number of thousands of digits
-        raise refuse("this is no release", expected="a version such as 0.33.0") from None
+        if len(text) <= MAX_LENGTH:
+            return str(Version(text))
+    except ValueError:
+        pass
+    raise refuse("this is no release", expected="a version such as 0.33.0")
 
 
 def version_range(text: str) -> str:
@@ -179,10 +187,12 @@ class VariantModel(Strict):
 
     summary: OneLine = key("one line for people", default="")
     vllm: Annotated[str, AfterValidator(release)] = key(
-        'the release of vLLM that this recipe is for, quoted, such as "0.33.0"', default=""
+        'the release of vLLM that this is for, quoted, such as "0.33.0"; needed to serve',
+        default="",
     )
     model: Annotated[str, AfterValidator(_model)] = key(
-        "an absolute path, org/name of a hub, or the name of a folder in the models folder",
+        "an absolute path, org/name of a hub, or a folder's name in the models folder; "
+        "needed to serve",
         default="",
     )
     serve: ServeFlags = key("flags of `vllm serve` by their own names", default={})
@@ -197,7 +207,7 @@ class RecipeModel(VariantModel):
 
     format: Literal[1] = key("the version of this format: 1", alias="schema")
     name: Name = key("the recipe's name")
-    extends: Name = key(
+    extends: Annotated[str, AfterValidator(_parent), shaped(_NAME)] = key(
         "the parent recipe, such as base/h200 for recipes/base/h200.yaml", default=""
     )
     variants: dict[Variant, VariantModel] = key(
