@@ -136,7 +136,7 @@ class Client:
             headers["Authorization"] = f"Bearer {key}"
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, headers, method=method)
-        context = ssl.create_default_context()
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         opener = urllib.request.build_opener(
             urllib.request.ProxyHandler({}),  # a proxy has no business between us and the node

@@ -57,7 +57,9 @@ class Health:
         }
 
 
-def check(run: Run | None, fresh: float = FRESH, patience: float = PATIENCE) -> Health:
+def check(
+    run: Run | None, fresh: float = FRESH, patience: float = PATIENCE, proc: Path = PROC
+) -> Health:
     """Check a server of this node; ``run`` is None if there is none.
 
     ``fresh`` and ``patience`` are seconds: how old a known answer may be, and how long to wait
@@ -66,7 +68,7 @@ def check(run: Run | None, fresh: float = FRESH, patience: float = PATIENCE) -> 
     if run is None:
         reason = "no server that vllm-overlay started is running on this node"
         return Health(None, (Check("server", False, (reason,)),))
-    processes = check_processes(run)
+    processes = check_processes(run, proc)
     if run.headless:
         return Health(run.digest, (processes,))
     server = check_server(run)

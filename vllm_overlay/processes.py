@@ -26,9 +26,7 @@ TITLE = re.compile(
 # The part after the package's folder: a checkout that is named vllm may hold a whole environment.
 LIBRARY = re.compile(rb"(/\S*/vllm/(?:(?!site-packages|dist-packages)[^/\s]+/){0,4}[^/\s]+\.so)")
 IMPORT = re.compile(r"(?m)(?:^|;)\s*(?:import|from)\s+vllm\b|['\"]vllm['\".]")
-HELPER = re.compile(
-    r"multiprocessing\.(resource_tracker|semaphore_tracker)|torch[./]_inductor[./]compile_worker"
-)
+# Neither the resource tracker nor torch's compile workers, which import no vLLM.
 CHILD = re.compile(r"multiprocessing\.(spawn|forkserver) import|--multiprocessing-fork")
 PYTHON = re.compile(r"(python|pypy)[\d.]*t?$")
 VALUE_OPTIONS = "WX"  # Python's options that take the next word; -c and -m end the options
@@ -122,8 +120,6 @@ def _evidence(raw: _Raw, parent_is_vllm: bool) -> tuple[str, bool] | None:
         return f"maps {raw.library}", True
     if raw.argv and TITLE.match(raw.argv[0]):
         return f"title {raw.argv[0].split()[0]}", True
-    if HELPER.search(raw.title):
-        return None
     if command.names_vllm():
         return f"command line {command.kind} {command.target.strip()[:60]!r}", raw.torch
     if CHILD.search(raw.title):
@@ -234,7 +230,7 @@ def _read(folder: Path) -> _Raw | None:
     argv = tuple(word.decode(errors="replace") for word in line.split(b"\0"))
     try:
         maps = (folder / "maps").read_bytes()
-        environ = _environ((folder / "environ").read_bytes())
+        environ = _environ((folder / "environ").read_bytes(), bool(TITLE.match(argv[0])))
     except PermissionError:
         if folder.stat().st_uid != os.geteuid():
             return None
@@ -245,7 +241,7 @@ def _read(folder: Path) -> _Raw | None:
         start=start,
         ppid=ppid,
         argv=argv,
-        environ=None if TITLE.match(argv[0]) else environ,
+        environ=environ,
         library=library[1].decode(errors="replace") if library else None,
         torch=b"/libtorch" in maps,
     )
@@ -272,8 +268,10 @@ def _other_namespace(folder: Path) -> bool:
     return False
 
 
-def _environ(data: bytes) -> dict[str, str] | None:
-    """Return the environment at the start of the process; None if a title has overwritten it."""
+def _environ(data: bytes, titled: bool) -> dict[str, str] | None:
+    """Return the environment that the process was started with; None if a title overwrote it."""
     pairs = (item.partition(b"=") for item in data.split(b"\0") if b"=" in item)
     found = {name.decode(errors="replace"): os.fsdecode(value) for name, _, value in pairs}
+    if titled and PLAN_VARIABLE not in found:
+        return None  # what a title left over proves nothing
     return found or None
