@@ -97,9 +97,10 @@ def _translate(detail: ErrorDetails, model: type[BaseModel], root: Node) -> Conf
     place = parent.keys[name] if of_key and name in parent.keys else node.place
     found = None if of_key else describe(node)
     if kind == "refused":
+        whole = isinstance(node.value, dict)  # a rule about several keys of a map
         return place.error(
             context["what"],
-            found=found,
+            found=None if whole else found,
             expected=context["expected"] or None,
             remedy=context["remedy"] or None,
         )
