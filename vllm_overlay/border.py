@@ -75,15 +75,17 @@ def _walk(root: Node, path: Sequence[str | int]) -> tuple[list[Node], bool]:
 
 def _translate(detail: ErrorDetails, model: type[BaseModel], root: Node) -> ConfigError | None:
     """Return pydantic's error in our words; None if its value has an error already."""
-    of_key = KEY in detail["loc"]
-    path = [step for step in detail["loc"] if step != KEY]
+    kind, context = detail["type"], detail.get("ctx", {})
+    path = list(detail["loc"])
+    of_key = path[-1:] == [KEY] and kind != "extra_forbidden"
+    if of_key:
+        del path[-1]
     way, complete = _walk(root, path)
     if any(node.bad for node in way):
         return None
     node = way[-1]
     name = str(path[-1]) if path else ""
     parent = way[-2] if complete and len(way) > 1 else node
-    kind, context = detail["type"], detail.get("ctx", {})
     if kind == "extra_forbidden":
         known = sorted(_fields(_annotation(model, path[:-1])))
         where = f" in '{_label(path[:-1])}'" if path[:-1] else ""
@@ -104,7 +106,7 @@ def _translate(detail: ErrorDetails, model: type[BaseModel], root: Node) -> Conf
             expected=context["expected"] or None,
             remedy=context["remedy"] or None,
         )
-    expected, remedy = _EXPECTED.get(kind, (detail["msg"], _no_remedy))
+    expected, remedy = _EXPECTED.get(kind, ("another value", _no_remedy))
     return place.error(
         f"wrong {'type' if kind.endswith('_type') else 'value'} of '{_label(path)}'",
         found=found,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from vllm_overlay.border import raise_problems, suggest, validate
 from vllm_overlay.errors import ConfigError, ConfigErrors
-from vllm_overlay.files import inside, read_bytes
+from vllm_overlay.files import inside, is_file, read_bytes, unreadable
 from vllm_overlay.fix_format import FixModel, NeedModel
 from vllm_overlay.needs import Need, check_need
 from vllm_overlay.yamlio import Node, Place, Places, parse
@@ -83,7 +83,7 @@ def load_fix(folder: Path) -> Fix:
     """Load the fix in a folder. Raises ConfigError or ConfigErrors with all reasons."""
     folder = folder.absolute()
     file = folder / MANIFEST
-    if not file.is_file():
+    if not is_file(file):
         what = f"this fix has no {MANIFEST}" if folder.is_dir() else "there is no such fix"
         raise ConfigError(what, file=folder, expected=f"a folder with a {MANIFEST}")
     if inside(folder, MANIFEST) is None:
@@ -109,16 +109,16 @@ def check_needs(fix: Fix, serve: Mapping[str, object], env: Mapping[str, str]) -
     return [error for error in checked if error is not None]
 
 
-def _fix_folders(folder: Path) -> Iterator[Path]:
-    """Yield the folders in the fixes folder, sorted by name, without hidden ones and caches."""
+def _fix_folders(folder: Path) -> list[Path]:
+    """Return the folders in the fixes folder, sorted by name, without hidden ones and caches."""
     try:
-        children = sorted(folder.iterdir())
+        return sorted(
+            child
+            for child in folder.iterdir()
+            if not child.name.startswith((".", "__")) and (child.is_dir() or child.is_symlink())
+        )
     except OSError as error:
-        what = f"the fixes folder cannot be read: {error.strerror}"
-        raise ConfigError(what, file=folder) from None
-    for child in children:
-        if not child.name.startswith((".", "__")) and (child.is_dir() or child.is_symlink()):
-            yield child
+        raise unreadable(folder, error) from None
 
 
 def _unknown_after(fixes: Mapping[str, Fix]) -> Iterator[ConfigError]:

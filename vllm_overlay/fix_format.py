@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, model_validator
 
@@ -11,6 +11,7 @@ from vllm_overlay.border import Strict, refuse
 from vllm_overlay.recipe_format import (
     INTERNAL_VARIABLES,
     MAX_LENGTH,
+    Format,
     Name,
     OneLine,
     Text,
@@ -124,7 +125,7 @@ class NeedModel(Strict):
 class FixModel(Strict):
     """The fix.yaml of a fix."""
 
-    format: Literal[1] = key("the version of this format: 1", alias="schema")
+    format: Format = key("the version of this format: 1", alias="schema")
     name: Name = key("the fix's name: that of its folder")
     summary: OneLine = key("one line for people")
     source: Text = key("where the fix comes from: a URL or a text")

@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm_overlay.border import raise_problems, suggest, validate
 from vllm_overlay.errors import ConfigError
-from vllm_overlay.files import inside, read_bytes
+from vllm_overlay.files import inside, is_file, read_bytes, unreadable
 from vllm_overlay.recipe_format import MAX_LENGTH, RecipeModel, is_name
 from vllm_overlay.yamlio import Node, Place, Places, parse
 
@@ -90,7 +90,10 @@ def load_recipe(name_or_path: str, *, folder: Path, variant: str | None = None) 
 
 def recipe_names(folder: Path) -> list[str]:
     """Return the names of all recipes in a folder, sorted."""
-    files = folder.rglob("*.yaml") if folder.is_dir() else ()
+    try:
+        files = list(folder.rglob("*.yaml")) if folder.is_dir() else []
+    except OSError as error:
+        raise unreadable(folder, error) from None
     return sorted(file.relative_to(folder).with_suffix("").as_posix() for file in files)
 
 
@@ -103,7 +106,7 @@ def find_recipe(name_or_path: str, folder: Path) -> Path:
             raise ConfigError(f"the recipe '{name_or_path}' leads out of {folder}")
         return file
     path = Path(name_or_path)
-    if _is_file(path):
+    if is_file(path):
         return path
     shown = name_or_path[:MAX_LENGTH]
     remedy = suggest(_stem(shown), names)
@@ -116,13 +119,6 @@ def find_recipe(name_or_path: str, folder: Path) -> Path:
 
 def _stem(name: str) -> str:
     return name.removesuffix(".yaml").removesuffix(".yml")
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):  # too long, or with a NUL
-        return False
 
 
 def _read_chain(file: Path, folder: Path, errors: list[ConfigError]) -> list[Node]:
@@ -169,7 +165,7 @@ def _parent(root: Node, folder: Path, seen: dict[Path, str]) -> Path | None:
     if file is None:
         what = f"the parent '{name}' is a link out of the recipe folder"
         raise node.place.error(what, expected=f"a recipe in {folder}")
-    if not _is_file(file):
+    if not is_file(file):
         known = recipe_names(folder)
         remedy = suggest(_stem(name), known)
         raise node.place.error(f"there is no recipe '{name}' in {folder}", remedy=remedy)

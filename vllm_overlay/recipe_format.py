@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
-from pydantic import AfterValidator, Field, JsonValue
+from pydantic import AfterValidator, BeforeValidator, Field, JsonValue
 
 from vllm_overlay.border import Strict, refuse
 from vllm_overlay.folders import FOLDER_VARIABLES
@@ -135,11 +135,18 @@ def _env_name(text: str) -> str:
     return text
 
 
+def _whole(value: object) -> object:
+    if type(value) is not int:  # to Python, and so to Literal, true and 1.0 are 1
+        raise refuse("the version of the format is a whole number", expected="1")
+    return value
+
+
 def shaped(pattern: re.Pattern[str]) -> Any:
     """Return what shows an editor the pattern that a validator checks."""
     return Field(json_schema_extra={"pattern": f"^({pattern.pattern})$"})
 
 
+Format = Annotated[Literal[1], BeforeValidator(_whole)]
 Name = Annotated[str, AfterValidator(_name), shaped(_NAME)]
 OneLine = Annotated[str, AfterValidator(_one_line)]
 Text = Annotated[str, Field(min_length=1)]
@@ -205,7 +212,7 @@ class VariantModel(Strict):
 class RecipeModel(VariantModel):
     """One file in recipes/."""
 
-    format: Literal[1] = key("the version of this format: 1", alias="schema")
+    format: Format = key("the version of this format: 1", alias="schema")
     name: Name = key("the recipe's name")
     extends: Annotated[str, AfterValidator(_parent), shaped(_NAME)] = key(
         "the parent recipe, such as base/h200 for recipes/base/h200.yaml", default=""

@@ -111,7 +111,7 @@ def test_folders_that_hold_no_fix_are_refused_and_other_files_are_not_fixes(fixe
     assert refusals(fixes) == ["empty: this fix has no fix.yaml; expected a folder with a fix.yaml"]
     with pytest.raises(ConfigError, match="there is no such fix"):
         load_fix(fixes / "absent")
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+    with pytest.raises(ConfigError, match="this cannot be read: No such file"):
         load_fixes(fixes / "absent")
 
 
@@ -146,13 +146,13 @@ def test_folders_that_hold_no_fix_are_refused_and_other_files_are_not_fixes(fixe
             "modules: {vllm.a: new.py}",
             "7:17: the module 'vllm.a' is new and cannot be in hooks too",
         ),
-        ("modules: {vllm.b: absent.py}", "6:19: absent.py: there is no such file"),
+        ("modules: {vllm.b: absent.py}", "6:19: absent.py: there is no such regular file"),
         (
             "modules: {vllm.b: ../f/new.py/../../x.py}",
             "6:19: the file '../f/new.py/../../x.py' leads",
         ),
         ("modules: {vllm.b: /etc/passwd}", "6:19: the file '/etc/passwd' leads out of the fix's"),
-        ("modules: {vllm.b: .}", "6:19: .: this is not a regular file"),
+        ("modules: {vllm.b: .}", "6:19: .: there is no such regular file"),
         ("edits: {vllm.b: link.diff}", "6:17: the file 'link.diff' leads out of the fix's folder"),
         ("edits: {vllm.b: folder/x.diff}", "6:17: the file 'folder/x.diff' leads out of the fix's"),
         ("edits: {vllm.b: [b.diff]}", "6:17: wrong type of 'edits.vllm.b'; found a list; expected"),
@@ -362,9 +362,11 @@ def test_the_schema_agrees_with_the_loader(fixes: Path) -> None:
 LINES = st.lists(
     st.sampled_from([
         "modules: {vllm.b: new.py}", "modules: [new.py]", "edits: {vllm.c: b.diff}",
-        "edits: {vllm.c: 3}", "hooks: {vllm.a: [x]}", "hooks: x", "flag: {name: {}}", "flag: VLLM_X", "after: {a: b}",
+        "edits: {vllm.c: 3}", "hooks: {vllm.a: [x]}", "hooks: x", "flag: {name: {}}",
+        "flag: VLLM_X", "after: {a: b}",
         "after: [[f], f]", "needs: [{}]", "needs: [x]", "needs: +[{env: A, present: true, why: x}]",
-        "reviewed: {'0.32.0': []}", "reviewed: {'0.32.0': {vllm.b: {x: 12}}}", "name: [f]", "? x",
+        "reviewed: {'0.32.0': []}",
+        "reviewed: {'0.32.0': {vllm.b: {x: 12}}}", "name: [f]", "? x",
     ]),
     max_size=8,
 )  # fmt: skip

@@ -20,6 +20,9 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
+        ("'[key]': {}", "5:1: unknown key '[key]'; known: env, extends"),
+        ("env: {'[key]': x}", "5:7: this is no environment variable"),
+        ("variants: {v: {'{x}': 1}}", "5:16: unknown key '{x}' in 'variants.v'"),
         ("serves: {}", "5:1: unknown key 'serves'; did you mean 'serve'?"),
         (
             "fixes: glm5next-recoverssm",
@@ -119,7 +122,9 @@ def test_refuses(tmp_path: Path, text: str, expected: str) -> None:
     ("old", "new", "expected"),
     [
         ("schema: 1", "schema: 2", "1:9: wrong value of 'schema'; found the number 2; expected 1"),
-        ("schema: 1", "schema: '1'", "1:9: wrong value of 'schema'; found the text '1'"),
+        ("schema: 1", "schema: '1'", "1:9: the version of the format is text '1'"),
+        ("schema: 1", "schema: true", "1:9: the version of the format is truth value true"),
+        ("schema: 1", "schema: 1.0", "1:9: the version of the format is number 1.0"),
         ("schema: 1\n", "", "1:1: the key 'schema' is missing"),
         ("name: r", "name: 3", "2:7: wrong type of 'name'; found the number 3; expected text"),
         (
