@@ -63,8 +63,13 @@ class Edit:
         }
 
 
-def look_at_edit(tree: Tree, module: str, file: Path, name: str, text: bytes | None) -> Edit:
-    """Return what the diff in ``file`` does to ``module``: to ``text``, or to the tree's own."""
+def look_at_edit(
+    tree: Tree, module: str, file: Path, name: str, text: bytes | None, *, reviewed: bool
+) -> Edit:
+    """Return what the diff in ``file`` does to ``module``: to ``text``, or to the tree's own.
+
+    ``reviewed``: the tree's symbols are known to be as they were before the fix.
+    """
     edit = Edit(module, name)
     path = tree.path(module)
     if path is None:
@@ -77,7 +82,7 @@ def look_at_edit(tree: Tree, module: str, file: Path, name: str, text: bytes | N
         edit = replace(edit, before=tree.read(before, module))
     except ConfigError as error:
         return replace(edit, errors=(str(error),))
-    return _placed(edit, diff, before, tree)
+    return _placed(edit, diff, before, tree, reviewed)
 
 
 def _only_file(parts: Sequence[FileDiff], path: str) -> FileDiff:
@@ -98,13 +103,13 @@ def _only_file(parts: Sequence[FileDiff], path: str) -> FileDiff:
     return diff
 
 
-def _placed(edit: Edit, diff: FileDiff, text: bytes, tree: Tree) -> Edit:
+def _placed(edit: Edit, diff: FileDiff, text: bytes, tree: Tree, reviewed: bool) -> Edit:
     """Add where the diff and each of its hunks stand; a whole diff that fits is applied."""
     forward, why = _lines(text, diff, edit.module)
     reverse, _ = _lines(text, diff.reversed(), edit.module)
-    if forward and reverse:  # both are possible, say in a run of equal lines: go by the lines
-        as_written = forward == [hunk.old_start for hunk in diff.hunks]
-        as_carried = reverse == [hunk.new_start for hunk in diff.hunks]
+    if forward and reverse:  # as in a run of equal lines: go by the review, else by the place
+        as_written = reviewed or forward == [hunk.old_start for hunk in diff.hunks]
+        as_carried = not reviewed and reverse == [hunk.new_start for hunk in diff.hunks]
         if as_written == as_carried:
             what = f"{edit.name}: it applies to {edit.module} both forward and in reverse"
             return replace(edit, errors=(what,))

@@ -118,8 +118,10 @@ class _Reader:
     def _list(self, values: list[object], text: _Text) -> None:
         text.add("[")
         for value in values:
+            before = len(text.own)
             self._value(value, text)
-            text.add(",")
+            text.whole.append(",")
+            text.own += [","] * (len(text.own) > before)
         text.add("]")
 
     def _value(self, value: object, text: _Text) -> None:

