@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import sys
@@ -128,13 +129,34 @@ def refusal(argv: list[str]) -> str | None:
     def refuse(_: object, message: str) -> typing.NoReturn:
         raise RefusedError(message)
 
-    parser, _, command = serve_parser()
+    parser, serve, command = serve_parser()
     type(parser).error = refuse  # type: ignore[method-assign, assignment]
+    for action in serve._actions:
+        if action.type is not None:
+            action.type = guarded(action.type)
     try:
         command.validate(parser.parse_args(argv))
     except (RefusedError, ValueError, TypeError) as error:
         return str(error)
     return None
+
+
+def guarded(convert: Any) -> Any:
+    """Return the converter such that argparse names the flag whatever it raises.
+
+    vLLM's own may raise KeyError, say for a cudagraph_mode that there is not.
+    """
+
+    @functools.wraps(convert, updated=())
+    def guard(text: str) -> Any:
+        try:
+            return convert(text)
+        except (argparse.ArgumentTypeError, TypeError, ValueError):
+            raise
+        except Exception as error:
+            raise argparse.ArgumentTypeError(f"{type(error).__name__}: {error}") from error
+
+    return guard
 
 
 def main() -> None:
