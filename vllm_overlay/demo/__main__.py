@@ -85,7 +85,7 @@ def make_model(folders: Folders, console: Console) -> None:
 
 def serve(flags: Sequence[str], folders: Folders, console: Console) -> NoReturn:
     """Serve the recipe and show it at work. Ends by an exception, with the server stopped."""
-    planned = plan(flags)
+    planned = plan(flags, console)
     host, port = planned["serve"]["host"], planned["serve"]["port"]
     url = f"http://{host}:{port}"
     log = log_file(folders, f"demo-{port}")
@@ -108,11 +108,13 @@ def serve(flags: Sequence[str], folders: Folders, console: Console) -> NoReturn:
         stop(server)
 
 
-def plan(flags: Sequence[str]) -> dict[str, Any]:
+def plan(flags: Sequence[str], console: Console) -> dict[str, Any]:
     """Return the plan of the demo recipe. Its errors go to the terminal."""
     command = [str(COMMAND), "plan", RECIPE, "--json", *flags]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    with console.status("Resolving the recipe: the first time asks vLLM for its flags"):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
+        print(done.stderr, end="", file=sys.stderr)
         raise Ended(done.returncode)
     resolved: dict[str, Any] = json.loads(done.stdout)
     return resolved

@@ -1,0 +1,38 @@
+"""`make demo`, but for making the environment: the real command on a real vLLM."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+from tests.support.serving import environment, free_port
+
+
+def test_the_demo_answers_shows_its_processes_and_leaves_none(tmp_path: Path) -> None:
+    port = free_port()
+    with subprocess.Popen(
+        [sys.executable, "-m", "vllm_overlay.demo", "--port", str(port)],
+        env=environment(tmp_path),
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as demo:
+        assert demo.stdout
+        seen = []
+        started: list[psutil.Process] = []
+        for line in demo.stdout:
+            seen.append(line)
+            if "Serving until Ctrl-C" in line:
+                started = psutil.Process(demo.pid).children(recursive=True)
+                demo.send_signal(signal.SIGINT)
+    shown = "".join(seen)
+    assert demo.returncode == 0, shown
+    assert "The capital of France is Paris." in shown
+    assert "healthy" in shown
+    assert f"curl -s http://127.0.0.1:{port}/v1/chat/completions" in shown
+    assert len(started) >= 3  # API server, EngineCore and worker
+    _, alive = psutil.wait_procs(started, timeout=10)
+    assert not alive
