@@ -122,9 +122,9 @@ def test_refuses(tmp_path: Path, text: str, expected: str) -> None:
     ("old", "new", "expected"),
     [
         ("schema: 1", "schema: 2", "1:9: wrong value of 'schema'; found the number 2; expected 1"),
-        ("schema: 1", "schema: '1'", "1:9: the version of the format is text '1'"),
-        ("schema: 1", "schema: true", "1:9: the version of the format is truth value true"),
-        ("schema: 1", "schema: 1.0", "1:9: the version of the format is number 1.0"),
+        ("schema: 1", "schema: '1'", "1:9: the version of the format is a whole number"),
+        ("schema: 1", "schema: true", "1:9: the version of the format is a whole number"),
+        ("schema: 1", "schema: 1.0", "1:9: the version of the format is a whole number"),
         ("schema: 1\n", "", "1:1: the key 'schema' is missing"),
         ("name: r", "name: 3", "2:7: wrong type of 'name'; found the number 3; expected text"),
         (
