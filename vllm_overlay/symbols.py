@@ -20,8 +20,6 @@ from vllm_overlay.errors import ConfigError
 
 MODULE = "<module>"  # the symbol that stands for the whole module
 DIGEST_FORM = 1  # raise it when the serialization changes: recorded digests are void then
-
-_SKIPPED = {"type_comment", "type_ignores", "ctx", "kind"}
 _BLOCKS = (ast.stmt, ast.excepthandler, ast.match_case)  # what lists of statements are made of
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _SCOPES = (*_FUNCTIONS, ast.ClassDef)
@@ -169,7 +167,7 @@ class _Reader:
 def _fields(node: ast.AST) -> Iterator[tuple[str, Any]]:
     """Yield the fields that count, without those that are empty on any Python."""
     for name, value in ast.iter_fields(node):
-        if name in _SKIPPED:
+        if name == "ctx":  # says again where the node stands
             continue
         if isinstance(value, list):
             value = [item for item in value if not _is_nothing(item)]

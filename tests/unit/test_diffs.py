@@ -79,7 +79,6 @@ def test_new_removed_renamed_and_binary_files() -> None:
         b"",
         b"hello\n",
         b"\xff\xfe\0",
-        b"--- a/x\n+++ b/x\n",
         b"@@ -1 +1 @@\n-a\n+b\n",
         b"--- a/x\n+++ b/x\n@@ -1,2 +1 @@\n-a\n+b\n",
         b"--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n+b\n+c\n",
@@ -90,13 +89,16 @@ def test_new_removed_renamed_and_binary_files() -> None:
         b"--- a/x\n+++ b/x\n@@ -1,2 +1,2 @@\n-a\n\\ No newline at end of file\n+b\n c\n",
         b"--- a/x\n+++ b/x\n@@ -0,0 +0,0 @@\n",
         b"--- a/x\n+++ b/x\n@@ -%s +1 @@\n-a\n+b\n" % (b"9" * 5000),
-        b"diff --git " + b"://a " * 50000 + b"\t\n",
+        b"Binary file " + b"a and " * 4000 + b"\n",  # would take unidiff half a minute
     ],
 )
 def test_an_unsound_diff_is_refused(text: bytes) -> None:
     with pytest.raises(DiffError, match=r"^x\.diff"):
-        for part in parse(text, "x.diff"):
-            apply(b"a\n", part, "m")
+        parse(text, "x.diff")
+
+
+def test_a_diff_without_hunks_does_not_apply() -> None:
+    assert "no hunk for x" in error(b"a\n", b"--- a/x\n+++ b/x\n")
 
 
 @settings(max_examples=300, deadline=None)
@@ -189,10 +191,18 @@ def test_an_insertion_without_context_needs_an_empty_file() -> None:
     assert "does not match" in error(OLD, diff(OLD, NEW, context=0))
 
 
-def test_context_that_ends_the_file_must_end_it() -> None:
-    text = diff(b"a\nb\n", b"a\nb\nc\n")
-    assert patched(b"0\na\nb\n", text) == b"0\na\nb\nc\n"
-    assert "does not match" in error(b"a\nb\nz\n", text)
+def test_context_cut_short_by_an_end_of_the_file_stands_there() -> None:
+    at_end = diff(b"a\nb\n", b"a\nb\nc\n")
+    assert patched(b"a\nb\n", at_end) == b"a\nb\nc\n"
+    assert "does not match" in error(b"a\nb\nz\n", at_end)
+    at_start = diff(b"a\nb\nc\nd\n", b"0\na\nb\nc\nd\n")
+    assert patched(b"a\nb\nc\nz\n", at_start) == b"0\na\nb\nc\nz\n"
+    assert "does not match" in error(b"z\na\nb\nc\nd\n", at_start)
+
+
+def test_a_hunk_begins_where_a_line_begins() -> None:
+    text = diff(b"b\n" * 3 + b"c\n" + b"d\n" * 3, b"b\n" * 3 + b"d\n" * 3)
+    assert "does not match" in error(b"ab\n" + b"b\n" * 2 + b"c\n" + b"d\n" * 3, text)
 
 
 def test_a_missing_last_line_feed_counts() -> None:
@@ -218,9 +228,20 @@ def test_upstream_that_has_the_change_is_recognized() -> None:
     assert not reverse_applies(OLD.replace(b"line 10\n", b"ten\n"), part)  # one hunk of two
 
 
-SHIFTS = [OLD, b"#\n" * 3 + OLD, OLD[7:], OLD + b"more\n", OLD.replace(b"line 15\n", b""),
-          OLD.replace(b"line 9\n", b"9\n"), OLD.replace(b"line 17\n", b"line 17 \n"),
-          NEW, b"#\n" + NEW, OLD[:-1], OLD.replace(b"\n", b"\r\n")]  # fmt: skip
+SHIFTS = [
+    OLD,
+    b"#" + OLD,
+    b"#\n" * 3 + OLD,
+    OLD[7:],
+    OLD + b"more\n",
+    OLD.replace(b"line 15\n", b""),
+    OLD.replace(b"line 9\n", b"9\n"),
+    OLD.replace(b"line 17\n", b"line 17 \n"),
+    NEW,
+    b"#\n" + NEW,
+    OLD[:-1],
+    OLD.replace(b"\n", b"\r\n"),
+]
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")

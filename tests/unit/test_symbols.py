@@ -109,6 +109,7 @@ BASE = """
         # comment
         if a > b:
             log("x")
+        del a, b
         return a + b
 
     class K:
@@ -161,6 +162,7 @@ def test_a_change_of_meaning_is_seen(old: str, new: str, changed: set[str]) -> N
         ("def n(self):", 'def n(self):\n            """Doc."""'),
         ("limit = 3", 'limit = 3\n        """What it is."""'),
         ("limit = 3", "limit = 0x3"),
+        ("del a, b", "del (a, b)"),
         ("X = 1", "X = 1  # type: int"),
         ("(a, b=1)", "(\n        a,\n        b=1,\n    )"),
     ],
