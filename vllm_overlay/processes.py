@@ -23,8 +23,7 @@ SCRIPT_BYTES = 64 * 1024  # an import of vLLM stands near the top of a script
 TITLE = re.compile(
     r"VLLM::\w|\w+::(APIServer|EngineCore|Worker|DPCoordinator|DPSupervisor)|ray::RayWorker"
 )
-# The part after the package's folder: a checkout that is named vllm may hold a whole environment.
-LIBRARY = re.compile(rb"(/\S*/vllm/(?:(?!site-packages|dist-packages)[^/\s]+/){0,4}[^/\s]+\.so)")
+LIBRARY = re.compile(rb"(?m)^[^/\n]*((/[^\n]*/vllm)/[^\n]*\.so)")
 IMPORT = re.compile(r"(?m)(?:^|;)\s*(?:import|from)\s+vllm\b|['\"]vllm['\".]")
 # Neither the resource tracker nor torch's compile workers, which import no vLLM.
 CHILD = re.compile(r"multiprocessing\.(spawn|forkserver) import|--multiprocessing-fork")
@@ -235,16 +234,27 @@ def _read(folder: Path) -> _Raw | None:
         if folder.stat().st_uid != os.geteuid():
             return None
         maps, environ = b"", None
-    library = LIBRARY.search(maps)
     return _Raw(
         pid=int(folder.name),
         start=start,
         ppid=ppid,
         argv=argv,
         environ=environ,
-        library=library[1].decode(errors="replace") if library else None,
+        library=_library(maps, folder / "root"),
         torch=b"/libtorch" in maps,
     )
+
+
+def _library(maps: bytes, root: Path) -> str | None:
+    """Return a mapped shared object that lies in a package named vllm.
+
+    A folder of that name is not enough: it may be a checkout, or hold a whole environment.
+    """
+    packages = {match[2]: match[1] for match in LIBRARY.finditer(maps)}
+    for package, library in packages.items():
+        if (root / os.fsdecode(package).lstrip("/") / "__init__.py").is_file():
+            return library.decode(errors="replace")
+    return None
 
 
 def _stat(folder: Path) -> tuple[int, int] | None:

@@ -157,12 +157,15 @@ def test_another_server_of_this_node_is_its_own_business(node: Node, tmp_path: P
     """Another plan of this state folder, and one of another state folder."""
     other = Node(tmp_path, digest="b" * 64)
     elsewhere = Node(tmp_path / "elsewhere", digest="c" * 64)
-    with other.process("VLLM::EngineCore", env={}) as first:
-        with elsewhere.process("VLLM::EngineCore", receipt=False) as second:
-            node.see(second)
-            assert check(node).ok
+    with (
+        other.process("VLLM::EngineCore", env={}) as first,
+        elsewhere.process("VLLM::EngineCore") as second,
+    ):
+        node.see(second)
+        assert check(node).ok
         rows = {row["pid"]: row for row in status_rows(node.home, node.proc)["processes"]}
-    assert rows[first]["plan"] == other.digest
+    assert (rows[first]["plan"], rows[second]["plan"]) == (other.digest, elsewhere.digest)
+    assert rows[second]["fixes"] == {"overlay-route": "applied", "other": "applied"}
 
 
 @pytest.mark.usefixtures("engine")

@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 from tests.support.node import READY, program, wait_for
-from vllm_overlay.processes import Command, Proc, alive, parse_python, start_of, vllm_processes
+from vllm_overlay.processes import (
+    PACKAGE,
+    Command,
+    Proc,
+    alive,
+    parse_python,
+    start_of,
+    vllm_processes,
+)
 
 PLAN = {"VLLM_OVERLAY_PLAN": "/home/plans/abc/plan.json"}
 MAP = f"import mmap, sys; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 0); {READY}"
@@ -76,9 +84,10 @@ def test_a_title_of_vllm_is_found(title: str, role: str) -> None:
 
 
 def test_a_mapped_library_of_vllm_is_found_whatever_the_title_says(tmp_path: Path) -> None:
-    library = tmp_path / "lib/vllm/_C.abi3.so"
+    library = tmp_path / "envs/vllm/lib with space/vllm/_C.abi3.so"
     library.parent.mkdir(parents=True)
     library.write_bytes(b"x" * 4096)
+    (library.parent / "__init__.py").touch()
     with found(sys.executable, "-c", MAP, library, env=PLAN) as (one,):
         assert one.why == f"maps {library}"
         assert one.state == "running"
@@ -86,7 +95,7 @@ def test_a_mapped_library_of_vllm_is_found_whatever_the_title_says(tmp_path: Pat
 
 @pytest.mark.parametrize(
     "file",
-    ["vllm/.venv/lib/python3.11/site-packages/torch/lib/libtorch.so", "vllm_x/_C.so", "vllm/a.txt"],
+    ["vllm/.venv/lib/site-packages/libtorch.so", "vllm/libpython.so", "vllm_x/_C.so", "x/a.txt"],
 )
 def test_other_mapped_files_are_not_vllm(tmp_path: Path, file: str) -> None:
     library = tmp_path / file
@@ -184,6 +193,15 @@ def test_our_own_command_is_not_found(package: Path) -> None:
         assert nothing == []
 
 
+def test_our_own_look_at_vllm_s_parser_is_not_found() -> None:
+    script = PACKAGE / "parserdump.py"
+    with subprocess.Popen([sys.executable, script], stdin=subprocess.PIPE, env={}) as process:
+        command = Path(f"/proc/{process.pid}/cmdline")
+        wait_for(lambda: str(script).encode() in command.read_bytes(), "it has been started")
+        assert process.pid not in [one.pid for one in vllm_processes()]
+        process.kill()
+
+
 def test_a_zombie_is_dead() -> None:
     process = subprocess.Popen([sys.executable, "-c", "pass"])
     wait_for(
@@ -205,7 +223,9 @@ def test_a_title_that_has_overwritten_the_environment_hides_no_plan(package: Pat
     """The plan is then that of the parent: the environment of a child was the parent's."""
     child = f"import subprocess, sys; subprocess.Popen(['VLLM::Worker', '-c', '''{READY}'''],"
     script = package / "bin/vllm"
-    script.write_text(f"{child} executable=sys.executable, env={{}})\nimport time; time.sleep(600)")
+    script.write_text(
+        f"{child} executable=sys.executable, env={{'LEFT': 'over'}})\nimport time; time.sleep(600)"
+    )
     with found(sys.executable, script, env=PLAN) as (parent, worker):
         assert worker.title.startswith("VLLM::Worker")
         assert worker.plan == parent.plan == Path(PLAN["VLLM_OVERLAY_PLAN"])
