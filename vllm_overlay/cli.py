@@ -54,13 +54,13 @@ def plan(
 @app.command()
 def serve(recipe: RecipeName, extra: Extra = None, variant: Variant = None) -> None:
     """Resolve a recipe, write its plan, and become `vllm serve`."""
-    from vllm_overlay.launch import launch
+    from vllm_overlay.launch import become, prepare
     from vllm_overlay.show import plan_table
 
     resolution = _resolve(recipe, variant, extra)
-    if not resolution.errors:
-        Console(stderr=True).print(plan_table(resolution.plan))
-    launch(resolution, find_folders(os.environ).home, os.environ)
+    launch = prepare(resolution, find_folders(os.environ).home, os.environ)
+    Console(stderr=True).print(plan_table(resolution.plan))
+    become(launch)
 
 
 @app.command()

@@ -163,7 +163,7 @@ def _size(value: object) -> object:
             size(value)
         except ValueError:
             raise ValueProblem(_shown(value), "a whole number such as 4096, 32k or 1M") from None
-        return value
+        return int(value) if value.isdecimal() else value
     return _whole(value)
 
 

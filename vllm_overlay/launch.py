@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,34 +20,47 @@ from vllm_overlay.errors import ConfigError, raise_all
 from vllm_overlay.folders import FOLDER_VARIABLES
 from vllm_overlay.host import check_requires
 from vllm_overlay.plan import Plan, write_file, write_plan
-from vllm_overlay.resolve import Resolution
+from vllm_overlay.resolve import CACHES, Resolution
 
 DEFAULT_PORT = 8000  # vLLM's own
 PROOF = "import sys; sys.exit(0 if 'vllm_overlay.activate.finder' in sys.modules else 3)"
 
 
-def launch(resolution: Resolution, home: Path, environ: Mapping[str, str]) -> NoReturn:
-    """Replace this process by `vllm serve` with the plan active.
+@dataclass(frozen=True)
+class Launch:
+    """What this process is replaced by: vLLM's command line and its environment."""
 
-    Raises ConfigError(s), before anything is written, for whatever forbids the launch.
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+
+
+def prepare(resolution: Resolution, home: Path, environ: Mapping[str, str]) -> Launch:
+    """Check the machine, then write the plan, the patched sources and word of this server.
+
+    Raises ConfigError(s) for whatever forbids the launch, before anything is written if it can
+    be known by then.
     """
     plan = resolution.plan
     raise_all([*resolution.errors, *check_requires(plan.requires), *_check_port(plan)])
-    command = [sys.executable, _vllm_script(), "serve", *resolution.argv]
+    command = (sys.executable, _vllm_script(), "serve", *resolution.argv)
     for path, text in resolution.sources.items():
         if not (home / path).is_file() or (home / path).read_bytes() != text:
             write_file(home / path, text)
     plan_path = write_plan(plan, home)
     environment = child_environment(plan, plan_path, environ)
-    for name in plan.env:
-        if name.endswith(("_DIR", "_ROOT", "_BASE")) and plan.env[name].startswith(str(home)):
-            _make_folder(Path(plan.env[name]))
+    for name in CACHES:
+        _make_folder(Path(plan.env[name]))
     _prove_activation(environment)
     _clean(plan.folder(home))
     _write_run(plan, home)
+    return Launch(command, environment)
+
+
+def become(launch: Launch) -> NoReturn:
+    """Replace this process by vLLM: pid and start time stay, so the record of the server holds."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(command[0], command, environment)
+    os.execve(launch.command[0], launch.command, launch.environment)
 
 
 def child_environment(plan: Plan, plan_path: Path, environ: Mapping[str, str]) -> dict[str, str]:

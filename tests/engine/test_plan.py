@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.fixes import write_fix, write_recipe
-from tests.support.serving import COMMAND, cli, environment
+from tests.support.serving import COMMAND, cli, environment, free_port
 
 KEYS = {
     "digest",
@@ -188,14 +188,17 @@ def test_a_vllm_that_shadows_the_installed_one(refused: Refused, tmp_path: Path)
 
 def test_a_state_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    done = cli("serve", "demo", home=tmp_path / "file" / "home")
+    port = str(free_port())
+    done = cli("serve", "demo", "--", "--port", port, home=tmp_path / "file" / "home")
     assert done.returncode == 78, done.stderr
     assert done.stderr.count("\n") == 1 and "VLLM_OVERLAY_HOME" in done.stderr
 
 
 def test_a_full_state_folder(home: Path) -> None:
+    arguments = ["demo", "--", "--port", str(free_port())]
+    assert cli("plan", *arguments, home=home).returncode == 0  # what vLLM's parser says is known
     done = subprocess.run(
-        [COMMAND, "serve", "demo"],
+        [COMMAND, "serve", *arguments],
         env=environment(home),
         capture_output=True,
         text=True,
