@@ -3,13 +3,36 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 SAMPLE = re.compile(r"^(\w+)\{(.*)\} (\S+)$")
+# vLLM's own code builds the routes, in a process that the plan patches; then once more, reloaded.
+BUILD_ROUTES = """
+import importlib
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from vllm.entrypoints.serve import instrumentator
+from vllm.entrypoints.serve.instrumentator import metrics
+
+for _ in range(2):
+    app = FastAPI()
+    instrumentator.register_instrumentator_api_routers(app)
+    client = TestClient(app)
+    assert client.get("/overlay").status_code == 200
+    text = client.get("/metrics").text
+    assert text.count("# TYPE vllm_overlay_fix_applied") == 1, text
+    importlib.reload(metrics)
+print(text)
+"""
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
 
 
@@ -81,3 +104,28 @@ def test_vllms_own_metrics_are_all_still_there(server: Any, server_without_fixes
 def test_with_its_flag_off_the_route_and_the_gauges_are_gone(server_without_fixes: Any) -> None:
     assert httpx.get(f"{server_without_fixes.url}/overlay").status_code == 404
     assert "vllm_overlay" not in httpx.get(f"{server_without_fixes.url}/metrics").text
+
+
+@pytest.mark.parametrize("api_servers", [1, 2])
+def test_the_gauges_are_there_with_one_api_server_and_with_several(
+    server: Any, tmp_path: Path, api_servers: int
+) -> None:
+    plan = tmp_path / "plans" / server.plan.parent.name / "plan.json"
+    plan.parent.mkdir(parents=True)
+    shutil.copy(server.plan, plan)
+    shutil.copytree(server.home / "store", tmp_path / "store")
+    environment = os.environ | plan_of(server)["env"] | {"VLLM_OVERLAY_PLAN": str(plan)}
+    if api_servers > 1:  # as vLLM sets it for its API servers, which then share their metrics
+        environment["PROMETHEUS_MULTIPROC_DIR"] = str(tmp_path / "shared")
+        (tmp_path / "shared").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD_ROUTES], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    digest = plan_of(server)["digest"]
+    assert f'vllm_overlay_plan_info{{digest="{digest}",recipe="demo"' in done.stdout
+    assert 'vllm_overlay_fix_applied{fix="overlay-route",role="other"} 1.0' in done.stdout
+    assert 'http_requests_total{handler="/overlay"' in done.stdout
+    assert any(Path(environment.get("PROMETHEUS_MULTIPROC_DIR", os.devnull)).glob("*.db")) == (
+        api_servers > 1
+    )

@@ -58,6 +58,10 @@ def test_a_client_that_asks_for_no_token_at_all_is_still_refused(server: Any) ->
 
 def test_with_its_flag_off_vllm_0_32_refuses_both(server_without_fixes: Any) -> None:
     url = server_without_fixes.url
-    for answer in (chat(url, truncate_prompt_tokens=-1), respond(url, truncation="auto")):
+    length = context(url)
+    for answer, reason in (
+        (chat(url, truncate_prompt_tokens=-1), "max_tokens must be at least 1, got 0"),
+        (respond(url, truncation="auto"), f"prompt length {length} exceeds the max_model_len"),
+    ):
         assert answer.status_code == 400
-        assert "max_tokens must be at least 1, got 0" in answer.text
+        assert reason in answer.text
