@@ -1,7 +1,8 @@
-"""`make demo`, but for making the environment: the real command on a real vLLM."""
+"""`make demo`, but for making the environment: the real model made, and served by a real vLLM."""
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -10,13 +11,14 @@ from pathlib import Path
 import psutil
 
 from tests.support.serving import environment, free_port
+from vllm_overlay.demo.model import NAME
 
 
-def test_the_demo_answers_shows_its_processes_and_leaves_none(tmp_path: Path) -> None:
+def test_it_makes_the_model_answers_and_leaves_no_process(tmp_path: Path) -> None:
     port = free_port()
     with subprocess.Popen(
         [sys.executable, "-m", "vllm_overlay.demo", "--port", str(port)],
-        env=environment(tmp_path),
+        env=environment(tmp_path, {"VLLM_OVERLAY_MODELS": str(tmp_path / "models")}),
         stdout=subprocess.PIPE,
         text=True,
     ) as demo:
@@ -36,3 +38,7 @@ def test_the_demo_answers_shows_its_processes_and_leaves_none(tmp_path: Path) ->
     assert len(started) >= 3  # API server, EngineCore and worker
     _, alive = psutil.wait_procs(started, timeout=10)
     assert not alive
+    model = tmp_path / "models" / NAME
+    assert "quantization_config" not in json.loads((model / "config.json").read_text())
+    # A container reads the folder as another user.
+    assert all(file.stat().st_mode & 0o044 == 0o044 for file in model.iterdir())
