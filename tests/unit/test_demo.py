@@ -152,6 +152,10 @@ def somebody() -> Iterator[str]:
 
 def test_another_server_on_the_port_does_not_count(somebody: str) -> None:
     assert answers(os.getpid(), somebody)
-    with subprocess.Popen(["sleep", "600"]) as other:
+    listen = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(flush=True); input()"
+    command = [sys.executable, "-c", listen]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout
+        other.stdout.readline()
         assert not answers(other.pid, somebody)
         other.kill()
