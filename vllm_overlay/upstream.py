@@ -150,7 +150,6 @@ def installed_tree(cache: Path | None = None) -> Tree:
 
     Raises ConfigError if there is none, or if what would be imported is not what was installed.
     """
-    importlib.invalidate_caches()
     path = _child_path()
     spec = importlib.machinery.PathFinder.find_spec("vllm", path)
     dists = _distributions(path)

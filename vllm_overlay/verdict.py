@@ -342,9 +342,8 @@ def _partly_upstream(fix: Fix, tree: Tree, edits: Sequence[Edit]) -> Iterator[st
 def _with_conflicts(judged: Mapping[str, Judged], fixes: Sequence[Fix]) -> list[Judged]:
     """Turn what applies into a conflict where two fixes change the same and none is after."""
     clashes: dict[str, list[str]] = {name: [] for name in judged}
-    for one, other in combinations(judged.values(), 2):
-        if "upstreamed" in (one.verdict, other.verdict):
-            continue
+    applying = [item for item in judged.values() if item.verdict == "apply"]
+    for one, other in combinations(applying, 2):
         if one.fix.name not in _ancestors(other.fix, fixes):
             for what in _shared(one, other):
                 for a, b in ((one, other), (other, one)):
@@ -353,10 +352,9 @@ def _with_conflicts(judged: Mapping[str, Judged], fixes: Sequence[Fix]) -> list[
                     )
     result = []
     for item in judged.values():
-        found = tuple(clashes[item.fix.name])
-        if found and item.verdict == "apply":
-            item = replace(item, verdict="conflict", patched={})
-        result.append(replace(item, reasons=item.reasons + found))
+        if found := tuple(clashes[item.fix.name]):
+            item = replace(item, verdict="conflict", reasons=found, patched={})
+        result.append(item)
     return result
 
 

@@ -12,6 +12,7 @@ from tests.support.verdicts import (
     BOTH,
     CORE,
     FIRST,
+    SECOND,
     edit_fix,
     hook_fix,
     one,
@@ -110,7 +111,8 @@ def test_a_release_that_was_not_reviewed(tmp_path: Path, tree: Tree) -> None:
 def test_the_local_part_of_a_version_is_no_other_release(tmp_path: Path, tree: Tree) -> None:
     fix = edit_fix(tmp_path, "a", FIRST, reviewed=["first"])
     assert one(fix, Tree(tree.root, "9.9+cpu")).verdict == "apply"
-    assert one(fix, Tree(tree.root, "9.9.0rc1")).verdict == "incompatible"
+    (said,) = reasons(fix, Tree(tree.root, "9.9.0rc1"))  # another one, though in the range
+    assert said.startswith("not reviewed for vLLM 9.9.0rc1")
 
 
 def test_a_version_outside_of_the_range(tmp_path: Path, tree: Tree) -> None:
@@ -221,6 +223,23 @@ def test_partly_upstream_is_not_upstream(tmp_path: Path) -> None:
     mixed = make_fix(tmp_path / "f", "b", files, edits=edits, hooks=hooks, reviewed=reviewed)
     said = "has hunk 1 of b/x.diff, but not the hook on vllm.v1.core"
     assert reasons(mixed, carried) == (f"partly upstream: vLLM 9.9.0 {said}",)
+
+
+def test_one_edit_upstream_and_another_not(tmp_path: Path) -> None:
+    tree = tree_of(tmp_path / "t", FIRST, **{"v1/other.py": CORE})
+    digest = tree.symbols("vllm.v1.other")["second"]
+    fix = make_fix(
+        tmp_path / "f",
+        "a",
+        {
+            "core.diff": make_diff(CORE, FIRST, "v1/core.py"),
+            "other.diff": make_diff(CORE, SECOND, "v1/other.py"),
+        },
+        edits={"vllm.v1.core": "core.diff", "vllm.v1.other": "other.diff"},
+        reviewed={VERSION: {"vllm.v1.other": {"second": digest}}},
+    )
+    said = "has hunk 1 of a/core.diff, but not hunk 1 of a/other.diff"
+    assert reasons(fix, tree) == (f"partly upstream: vLLM 9.9.0 {said}",)
 
 
 def test_new_modules_upstream(tmp_path: Path) -> None:

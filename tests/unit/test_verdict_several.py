@@ -58,6 +58,33 @@ def test_edits_stack_in_the_order_of_after(tmp_path: Path, tree: Tree) -> None:
     assert verdicts([base, on_top, third], tree) == ["apply"] * 3
 
 
+def test_what_does_not_apply_clashes_with_nothing(tmp_path: Path) -> None:
+    carried = tree_of(tmp_path / "t", FIRST)
+    upstream = edit_fix(tmp_path, "a", FIRST, reviewed=["first"])
+    too_new = hook_fix(tmp_path, "b", ["second"], vllm=">99")
+    applies = edit_fix(tmp_path, "c", BOTH, old=FIRST, reviewed=["second"])
+    found = verdicts([upstream, too_new, applies], carried)
+    assert found == ["upstreamed", "incompatible", "apply"]
+
+
+def test_a_symbol_that_the_one_before_adds_is_reviewed_in_its_text(
+    tmp_path: Path, tree: Tree
+) -> None:
+    added = CORE + "\n\ndef third(x):\n    return x + 3\n"
+    base = edit_fix(tmp_path, "a", added, reviewed=["Engine"])
+    digest = tree_of(tmp_path / "added", added).symbols("vllm.v1.core")["third"]
+    for name, recorded, verdict in (("b", digest, "apply"), ("c", "0" * 64, "incompatible")):
+        on_top = make_fix(
+            tmp_path / "f",
+            name,
+            {"x.diff": make_diff(added, added.replace("x + 3", "x"), "v1/core.py")},
+            edits={"vllm.v1.core": "x.diff"},
+            after=["a"],
+            reviewed={VERSION: {"vllm.v1.core": {"third": recorded}}},
+        )
+        assert verdicts([base, on_top], tree) == ["apply", verdict]
+
+
 def test_a_symbol_that_the_one_before_adds_can_be_changed(tmp_path: Path, tree: Tree) -> None:
     added = CORE + "\n\ndef third(x):\n    return x + 3\n"
     base = edit_fix(tmp_path, "a", added, reviewed=["Engine"])
