@@ -68,7 +68,7 @@ def _read_flag(words: list[str], found: dict[str, Any], table: ParserTable) -> N
             remedy="the recipe names the model; flags begin with '--'",
         )
     string, equals, value = word.partition("=")
-    if level := re.fullmatch(r"-O=?([^=.]+)", word):  # as vLLM reads -O3 and -O=3
+    if level := re.fullmatch(r"-O([^=.]+)", word):  # -O3
         string, equals, value = "--optimization-level", "=", level[1]
     elif string == "-O":
         string = "--optimization-level"

@@ -237,7 +237,7 @@ def unknown_flag(key: str, table: ParserTable, where: Place | None) -> ConfigErr
         return error_at(where, f"flag '{bare}' is not taken here", remedy=NOT_FLAGS[bare])
     known = {*table.names(), *(s[2:] for s in table.by_string if s.startswith("--"))}
     short = table.by_string.get(f"-{bare}")
-    near = short.name if short else bare if bare in known else nearest(bare, known - {*NOT_FLAGS})
+    near = short.name if short else nearest(bare, known - {*NOT_FLAGS})
     remedy = f"did you mean '{near}'?" if near else "'vllm serve --help=all' lists the flags"
     return error_at(where, f"unknown flag '{key}' of vllm serve", remedy=remedy)
 

@@ -44,7 +44,9 @@ def tree(tmp_path: Path) -> Tree:
     (package / "envs.py").write_text(ENVS)
     (package / "deep" / "reader.py").write_text(READER)
     (package / "deep" / "template.py").write_text("environ VLLM_X {{ no python }}")
-    (package / "_C.so").write_bytes(b"\x7fELF\0VLLM_IN_C\0xVLLM_PART_OF\0VLLM_ALSO\0VLLM_lower\0")
+    (package / "_C.so").write_bytes(
+        b"\x7fELF\0VLLM_IN_C\0xVLLM_PART_OF\0VLLM_ALSO\0VLLM_NEXT\0VLLM_lower\0"
+    )
     (package / "empty.so").touch()
     return Tree(tmp_path / "site", "0.1.0")
 
@@ -55,7 +57,7 @@ def messages(environ: dict[str, str], *flags: str) -> list[str]:
 
 def test_names_are_those_that_vllm_registers_or_reads(tree: Tree, tmp_path: Path) -> None:
     registered = ["PORT", "USE_V2_MODEL_RUNNER", "LATER", "UPDATED", "SET_DEFAULT"]
-    names = [*registered, *READ, "IN_C", "ALSO"]
+    names = [*registered, *READ, "IN_C", "ALSO", "NEXT"]
     assert known_env(tree, tmp_path) == {f"VLLM_{name}" for name in names}
 
 
@@ -122,6 +124,8 @@ def test_a_recipe_is_told_where(tmp_path: Path) -> None:
     (error,) = check_env({"VLLM_PROT": "1", "VLLM_PORT": "1"}, KNOWN, (), place)
     assert str(error).startswith("r.yaml:7:9: environment variable VLLM_PROT ")
     assert "did you mean 'VLLM_PORT'?" in str(error)
+    (error,) = check_env({"VLLM_SERVICE_HOST": "10.0.0.1"}, KNOWN, (), place)
+    assert str(error).startswith("r.yaml:7:17: environment variable VLLM_SERVICE_HOST is known")
 
 
 def test_a_kubernetes_service_called_vllm_is_named_as_the_cause() -> None:
