@@ -144,7 +144,7 @@ def _line_alone(text: bytes, diff: FileDiff, index: int, module: str) -> int | N
 
 def _applied(edit: Edit, diff: FileDiff, text: bytes, tree: Tree) -> Edit:
     patched = diffs.apply(text, diff, edit.module)
-    if any(_uses_file(source, edit.module) for source in (text, patched)):
+    if _uses_file(patched, edit.module):
         # The patched source lies in another folder, so files beside it would not be found.
         what = f"{edit.module}: it looks at __file__ and so cannot be edited; use a hook"
         return replace(edit, errors=(what,))
