@@ -18,10 +18,11 @@ COPY fixes /opt/vllm-overlay/fixes/
 # ---- cpu -----------------------------------------------------------------------------------------
 FROM ${CPU_BASE} AS cpu
 SHELL ["/bin/sh", "-euc"]
-# torch.compile needs a C++ compiler and Python's headers at run time.
+# torch.compile needs a C++ compiler and Python's headers at run time, vLLM's library libnuma.
 # hadolint ignore=DL3008
 RUN apt-get update; \
-    apt-get install -y --no-install-recommends ca-certificates g++ python3-dev python3-venv; \
+    apt-get install -y --no-install-recommends \
+      ca-certificates g++ libnuma1 python3-dev python3-venv; \
     rm -rf /var/lib/apt/lists/*; \
     python3 -m venv /opt/venv
 # vLLM picks the AVX-512 build of its library by itself, also where the CPU has no AVX-512.
@@ -42,8 +43,9 @@ RUN --mount=type=bind,source=tools/name_vllm.py,target=/tmp/name_vllm.py \
     python /tmp/name_vllm.py
 
 RUN groupadd --gid 10001 overlay; \
-    useradd --uid 10001 --gid 10001 --home-dir /var/lib/vllm-overlay --create-home \
-      --shell /usr/sbin/nologin overlay
+    useradd --uid 10001 --gid 10001 --no-create-home --home-dir /var/lib/vllm-overlay \
+      --shell /usr/sbin/nologin overlay; \
+    install -d -o overlay -g overlay /var/lib/vllm-overlay
 ENV HOME=/var/lib/vllm-overlay \
     VLLM_OVERLAY_HOME=/var/lib/vllm-overlay
 VOLUME /var/lib/vllm-overlay
@@ -87,8 +89,9 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     pip install --no-deps --require-hashes "$@" -r /tmp/requirements-cuda.lock
 
 RUN groupadd --gid 10001 overlay; \
-    useradd --uid 10001 --gid 10001 --home-dir /var/lib/vllm-overlay --create-home \
-      --shell /usr/sbin/nologin overlay
+    useradd --uid 10001 --gid 10001 --no-create-home --home-dir /var/lib/vllm-overlay \
+      --shell /usr/sbin/nologin overlay; \
+    install -d -o overlay -g overlay /var/lib/vllm-overlay
 ENV HOME=/var/lib/vllm-overlay \
     VLLM_OVERLAY_HOME=/var/lib/vllm-overlay
 VOLUME /var/lib/vllm-overlay

@@ -1,0 +1,44 @@
+"""What can be said of the image's files without building it."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+
+
+def test_bases_are_pinned_by_digest() -> None:
+    bases = dict(re.findall(r"^ARG (\w+_BASE)=(.*)", DOCKERFILE, re.M))
+    assert set(bases) == {"CPU_BASE", "CUDA_BASE"}
+    for base in bases.values():
+        assert re.fullmatch(r"[a-z/]+:[\w.-]+@sha256:[0-9a-f]{64}", base)
+    stages = re.findall(r"^FROM (\S+) AS (\w+)$", DOCKERFILE, re.M)
+    assert {base for base, _ in stages} == {"scratch", "${CPU_BASE}", "${CUDA_BASE}"}
+    assert stages[-1] == ("${CUDA_BASE}", "cuda")  # the default target
+
+
+def test_no_frontend_is_pulled() -> None:
+    assert not re.search(r"^#\s*syntax\s*=", DOCKERFILE, re.M | re.I)
+
+
+def test_the_default_vllm_has_its_lock() -> None:
+    version = re.search(r"^ARG VLLM_VERSION=(.*)", DOCKERFILE, re.M)
+    assert version
+    lock = ROOT / f"requirements-cuda-{version[1]}.lock"
+    assert re.search(rf"^vllm=={re.escape(version[1])} \\$", lock.read_text(), re.M)
+
+
+def test_what_the_build_copies_is_let_through_and_secrets_are_not() -> None:
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    rules = [line for line in lines if line and not line.startswith("#")]
+    assert rules[0] == "*"
+    let_through = [rule[1:] for rule in rules if rule.startswith("!")]
+    copied = re.findall(r"^COPY (?:--chmod=\d+ )?(?!--)(\S+)", DOCKERFILE, re.M)
+    bound = re.findall(r"type=bind,source=([^,]+)", DOCKERFILE)
+    for source in {*copied, *bound}:
+        name = source.replace("${VLLM_VERSION}", "0")
+        assert any(fnmatch.fnmatch(name, rule) for rule in let_through), source
+    assert not [rule for rule in let_through if rule in (".git", "compose", ".env")]
