@@ -34,14 +34,15 @@ def status_rows(home: Path, proc: Path = PROC) -> dict[str, Any]:
 
 def status_table(rows: Mapping[str, Any]) -> RenderableType:
     """Return the rows as tables for a terminal."""
+    from rich.box import SIMPLE
     from rich.console import Group
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
     parts: list[RenderableType] = []
     for server in rows["servers"]:
         parts.append(
-            Text(f"{server['recipe']} at {server['url']}, plan {server['plan'][:12]}", style="bold")
+            Text(f"{server['recipe']} at {server['url']}, plan {server['plan'][:8]}", style="bold")
         )
         parts += [
             Text(f"pid {f['pid']} failed: {f['line']}", style="red") for f in server["failures"]
@@ -50,15 +51,22 @@ def status_table(rows: Mapping[str, Any]) -> RenderableType:
         parts.append(Text("no server that vllm-overlay started is running on this node"))
     if not rows["processes"]:
         return Group(*parts)
-    fixes = list(dict.fromkeys(name for row in rows["processes"] for name in row["fixes"]))
-    table = Table("pid", "role", "rank", "plan", "state", *fixes)
-    for row in rows["processes"]:
-        states = [row["state"], *(row["fixes"].get(name, "-") for name in fixes)]
-        cells = [
-            Text(state, style=COLOURS.get(state, "" if state == "-" else "red")) for state in states
-        ]
-        plan = row["plan"][:12] if row["plan"] else "-"
-        table.add_row(str(row["pid"]), row["role"], row["rank"] or "-", plan, *cells)
+    processes = rows["processes"]
+    # Fixes are listed by state: as columns of their own they would soon be wider than a terminal.
+    states = [state for row in processes for state in row["fixes"].values()]
+    columns = sorted(set(states), key=lambda state: (state not in COLOURS, state))
+    table = Table("pid", Column("role", no_wrap=True), "plan", "state", box=SIMPLE, pad_edge=False)
+    for state in columns:
+        table.add_column(state, style=COLOURS.get(state, "red"), no_wrap=True)
+    for row in processes:
+        named = [[name for name, state in row["fixes"].items() if state == c] for c in columns]
+        table.add_row(
+            str(row["pid"]),
+            f"{row['role']} {row['rank'] or ''}".strip(),
+            row["plan"][:8] if row["plan"] else "-",
+            Text(row["state"], style=COLOURS.get(row["state"], "red")),
+            *("\n".join(names) or "-" for names in named),
+        )
     return Group(*parts, table)
 
 

@@ -107,6 +107,12 @@ def test_no_server_is_one_failure(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(check["skipped"] for check in result["checks"] if check["ok"])
 
 
+def test_without_known_answers_the_rest_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    with fake_server("nonsense") as fake:
+        assert run_smoke(fake.url, []) == 0
+    assert "left out  known_answer[none]: the recipe names none\n" in capsys.readouterr().out
+
+
 def test_a_model_without_prefix_caching_is_not_asked_for_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
