@@ -149,7 +149,7 @@ def _nothing(columns: int, text: str) -> str:
 
 def _fix_row(fix: Mapping[str, Any]) -> str:
     flag = f"{fix['flag']}={fix['value']} ({fix['value_from']})" if fix["flag"] else "none"
-    reasons = "; ".join(fix["reasons"]) or "none"
+    reasons = "; ".join(fix["reasons"])
     cells = "".join(f"<td>{escape(text)}</td>" for text in (fix["verdict"], flag, reasons))
     return f'<tr><th scope="row">{escape(fix["name"])}</th>{cells}</tr>'
 

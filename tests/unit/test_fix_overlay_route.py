@@ -98,9 +98,11 @@ def test_a_fix_is_applied_in_a_role_if_every_process_that_imports_it_shows_it(
 def test_one_process_that_does_not_show_the_fix_is_enough_for_a_zero(
     overlay: ModuleType, second: dict[str, Any]
 ) -> None:
-    shown = facts([fix("a")], [receipt("worker", 1, a="applied"), second])
-    assert overlay.applied_by_role(shown) == {("a", "worker"): False}
-    assert '<h1 class="bad">' in overlay.as_html(shown)
+    first = receipt("worker", 1, a="applied")
+    for receipts in ([first, second], [second, first]):
+        shown = facts([fix("a")], receipts)
+        assert overlay.applied_by_role(shown) == {("a", "worker"): False}
+        assert '<h1 class="bad">' in overlay.as_html(shown)
 
 
 class Page(HTMLParser):
