@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from vllm_overlay import diffs
 from vllm_overlay.diffs import DiffError, FileDiff
 from vllm_overlay.errors import ConfigError, did_you_mean
-from vllm_overlay.symbols import MODULE, Symbols, parse
+from vllm_overlay.symbols import MODULE, Symbols
 from vllm_overlay.upstream import Tree
 
 NOTHING = Symbols({}, {})
@@ -144,10 +143,6 @@ def _line_alone(text: bytes, diff: FileDiff, index: int, module: str) -> int | N
 
 def _applied(edit: Edit, diff: FileDiff, text: bytes, tree: Tree) -> Edit:
     patched = diffs.apply(text, diff, edit.module)
-    if _uses_file(patched, edit.module):
-        # The patched source lies in another folder, so files beside it would not be found.
-        what = f"{edit.module}: it looks at __file__ and so cannot be edited; use a hook"
-        return replace(edit, errors=(what,))
     try:
         after = tree.read(patched, f"{edit.module} with {edit.name}")
     except ConfigError as error:
@@ -156,13 +151,3 @@ def _applied(edit: Edit, diff: FileDiff, text: bytes, tree: Tree) -> Edit:
     changed = sorted(n for n in own if edit.before.own.get(n) != after.own.get(n))
     named = tuple(name for name in changed if name != MODULE)
     return replace(edit, patched=patched, changed=named or tuple(changed))
-
-
-def _uses_file(source: bytes, name: str) -> bool:
-    if b"__file__" not in source:
-        return False
-    try:
-        nodes = ast.walk(parse(source, name))
-    except ConfigError:
-        return False  # reported where its symbols are read
-    return any(isinstance(node, ast.Name) and node.id == "__file__" for node in nodes)

@@ -19,7 +19,7 @@ from vllm_overlay.activate.receipt import process_key
 from vllm_overlay.errors import ConfigError, raise_all
 from vllm_overlay.folders import FOLDER_VARIABLES
 from vllm_overlay.host import check_requires
-from vllm_overlay.plan import Plan, write_file, write_plan
+from vllm_overlay.plan import Plan, fill_store, write_file, write_plan
 from vllm_overlay.resolve import CACHES, Resolution
 
 DEFAULT_PORT = 8000  # vLLM's own
@@ -43,9 +43,7 @@ def prepare(resolution: Resolution, home: Path, environ: Mapping[str, str]) -> L
     plan = resolution.plan
     raise_all([*resolution.errors, *check_requires(plan.requires), *_check_port(plan)])
     command = (sys.executable, _vllm_script(), "serve", *resolution.argv)
-    for path, text in resolution.sources.items():
-        if not (home / path).is_file() or (home / path).read_bytes() != text:
-            write_file(home / path, text)
+    fill_store(resolution.modules, home)
     plan_path = write_plan(plan, home)
     environment = child_environment(plan, plan_path, environ)
     for name in CACHES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -13,6 +14,7 @@ from typing import Any
 
 from vllm_overlay.activate.state import plan_digest
 from vllm_overlay.errors import ConfigError
+from vllm_overlay.patched import Modules
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,22 @@ def write_plan(plan: Plan, home: Path) -> Path:
     if not path.is_file() or path.read_text() != text:
         write_file(path, text.encode())
     return path
+
+
+def fill_store(modules: Modules, home: Path) -> None:
+    """Write the patched sources, and link vLLM's own files beside those that look for them.
+
+    Raises ConfigError where the folder cannot be written.
+    """
+    for name, text in modules.sources.items():
+        path = home / name
+        if not path.is_file() or path.read_bytes() != text:
+            write_file(path, text)
+    for name, target in modules.links.items():
+        path = home / name
+        if not path.is_symlink():
+            with contextlib.suppress(FileExistsError):  # made by another start just now
+                path.symlink_to(target)
 
 
 def write_file(path: Path, data: bytes) -> None:

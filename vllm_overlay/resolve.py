@@ -6,7 +6,6 @@ import dataclasses
 import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from vllm_overlay import environ as env_checks
@@ -20,6 +19,7 @@ from vllm_overlay.folders import Folders
 from vllm_overlay.host import gpu_architecture
 from vllm_overlay.model import find_model
 from vllm_overlay.parsertable import parser_table
+from vllm_overlay.patched import Modules, plan_modules
 from vllm_overlay.plan import Plan, PlannedFix
 from vllm_overlay.recipe import Recipe, load_recipe
 from vllm_overlay.selection import Chosen, choose
@@ -52,13 +52,12 @@ class Request:
 class Resolution:
     """A plan, why it must not be launched (``errors``), and what to write and run if it may.
 
-    ``sources`` holds the patched texts by their path relative to the state folder; ``argv`` is
-    the command line after ``vllm serve``.
+    ``argv`` is the command line after ``vllm serve``.
     """
 
     plan: Plan
     errors: tuple[ConfigError, ...]
-    sources: Mapping[str, bytes]
+    modules: Modules
     argv: tuple[str, ...]
 
 
@@ -90,7 +89,7 @@ def resolve(request: Request) -> Resolution:
     for name, kind in CACHES.items():
         own = request.environ.get(name)
         environment[name] = f"{own}/{key}" if own else f"{folders.home}/caches/{key}/{kind}"
-    modules, sources = plan_modules(judged, tree)
+    modules = plan_modules(judged, tree)
     served = serve.get("served-model-name", model)
     plan = Plan(
         cache_key=key,
@@ -110,9 +109,9 @@ def resolve(request: Request) -> Resolution:
         overrides=(*overrides, *env_overrides),
         requires=_plain(recipe.requires),
         smoke=_plain(recipe.smoke),
-        modules=modules,
+        modules=modules.entries,
     )
-    return Resolution(plan, tuple(errors), sources, (model, *argv))
+    return Resolution(plan, tuple(errors), modules, (model, *argv))
 
 
 def _check_version(recipe: Recipe, tree: Tree) -> list[ConfigError]:
@@ -261,66 +260,6 @@ def cache_key(tree: Tree, judged: Sequence[Judged]) -> str:
     """Return the key of compile caches: vLLM, torch, GPU architecture and the applied fixes."""
     applied = [fix_digest(item.fix) for item in judged if item.verdict == "apply"]
     return sha256("\n".join([tree.version, _torch(), gpu_architecture(), *applied]).encode())[:16]
-
-
-def plan_modules(
-    judged: Sequence[Judged], tree: Tree
-) -> tuple[dict[str, dict[str, Any]], dict[str, bytes]]:
-    """Return what activation needs to know of each module, and the patched texts by store path.
-
-    The store's address is the digest of the original and the patched text, never of the plan:
-    torch.compile and vLLM hash a source's path, and plans that patch alike must share caches.
-    """
-    modules: dict[str, dict[str, Any]] = {}
-    sources: dict[str, bytes] = {}
-    for item in judged:
-        if item.verdict != "apply":
-            continue
-        for name, file in item.fix.modules.items():
-            entry = _module_entry(modules, name, tree, added=file)
-            entry["source"] = {"file": str(file), "sha256": sha256(file.read_bytes())}
-            entry["fixes"].append(_step(item.fix, "module", file))
-        for name, file in item.fix.edits.items():
-            entry = _module_entry(modules, name, tree)
-            text = item.patched[name]
-            address = sha256(f"{entry['original']}\n{sha256(text)}".encode())
-            for stale in [entry["source"]["file"]] if entry["source"] else []:
-                sources.pop(stale, None)  # an edit stacked on an earlier one
-            path = f"store/{address}/{entry['path']}"
-            entry["source"] = {"file": path, "sha256": sha256(text)}
-            sources[path] = text
-            entry["fixes"].append(_step(item.fix, "edit", file))
-        for name, hook in item.fix.hooks.items():
-            entry = _module_entry(modules, name, tree)
-            entry["fixes"].append(_step(item.fix, "hook", hook.file, hook.function))
-    return modules, sources
-
-
-def _module_entry(
-    modules: dict[str, dict[str, Any]], name: str, tree: Tree, added: Path | None = None
-) -> dict[str, Any]:
-    if name not in modules:
-        path = None if added else tree.path(name)
-        file = added or path
-        modules[name] = {
-            "path": str(path.relative_to(tree.root)) if path else None,
-            "original": sha256(path.read_bytes()) if path else None,
-            "package": file is not None and file.name == "__init__.py",
-            "source": None,
-            "fixes": [],
-        }
-    return modules[name]
-
-
-def _step(fix: Fix, kind: str, file: Path, function: str | None = None) -> dict[str, Any]:
-    digest = sha256(file.read_bytes())
-    return {
-        "fix": fix.name,
-        "kind": kind,
-        "file": str(file),
-        "sha256": digest,
-        "function": function,
-    }
 
 
 def _torch() -> str:

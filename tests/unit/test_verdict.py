@@ -186,26 +186,6 @@ def test_an_edit_that_breaks_the_source_is_refused(tmp_path: Path, tree: Tree) -
     assert said == "vllm.v1.core with a/core.diff:8: the source does not parse: invalid syntax"
 
 
-def test_a_module_that_looks_at_its_own_file_is_not_edited(tmp_path: Path) -> None:
-    core = CORE.replace("LIMIT = 8", "LIMIT = 8\nHERE = os.path.dirname(__file__)")
-    fix = edit_fix(
-        tmp_path, "a", core.replace("x + 1", "x + 10"), old=core, reviewed=["first", "LIMIT"]
-    )
-    (said,) = reasons(fix, tree_of(tmp_path / "t", core))
-    assert said == "vllm.v1.core: it looks at __file__ and so cannot be edited; use a hook"
-    adds = edit_fix(tmp_path, "b", core, reviewed=["first"])
-    assert reasons(adds, tree_of(tmp_path / "u", CORE)) == (said,)
-
-
-def test_the_file_of_another_module_does_not_matter(tmp_path: Path) -> None:
-    core = CORE.replace("LIMIT = 8", "LIMIT = 8\nX = os.__file__  # not __file__")
-    fix = edit_fix(tmp_path, "a", core.replace("x + 1", "x"), old=core, reviewed=["first"])
-    assert one(fix, tree_of(tmp_path / "t", core)).verdict == "apply"
-
-
-# --- upstreamed ---
-
-
 def test_a_diff_that_applies_in_reverse_is_upstream(tmp_path: Path) -> None:
     fix = edit_fix(tmp_path, "a", BOTH, reviewed=["first"], vllm="<9")  # whatever its range
     said = reasons(fix, tree_of(tmp_path / "t", "# new\n" + BOTH), "upstreamed")

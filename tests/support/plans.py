@@ -1,0 +1,51 @@
+"""Writes the plan of a folder of fixes on the installed vLLM, without a recipe or a model."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from vllm_overlay.fix import load_fixes
+from vllm_overlay.patched import plan_modules
+from vllm_overlay.plan import Plan, PlannedFix, fill_store, write_plan
+from vllm_overlay.resolve import fix_digest
+from vllm_overlay.upstream import installed_tree
+from vllm_overlay.verdict import judge, order
+
+
+def write_fixes_plan(fixes: Path, home: Path) -> Path:
+    """Plan every fix of a folder, all of which must apply, and return the plan's path."""
+    tree = installed_tree()
+    judged = judge(order(list(load_fixes(fixes).values())), tree)
+    assert {item.verdict for item in judged} == {"apply"}, [item.reasons for item in judged]
+    modules = plan_modules(judged, tree)
+    fill_store(modules, home)
+    planned = [
+        PlannedFix(
+            name=item.fix.name,
+            verdict="apply",
+            flag=None,
+            value=None,
+            value_from="recipe",
+            reasons=(),
+            targets=tuple(dataclasses.asdict(target) for target in item.targets),
+            digest=fix_digest(item.fix),
+        )
+        for item in judged
+    ]
+    plan = Plan(
+        cache_key="0123456789abcdef",
+        recipe={"name": "test", "file": "test.yaml", "variant": None},
+        folders={},
+        vllm={"version": tree.version, "path": str(tree.root / "vllm"), "torch": "none"},
+        model="m",
+        served_model="m",
+        serve={},
+        env={},
+        fixes=tuple(planned),
+        overrides=(),
+        requires={},
+        smoke={},
+        modules=modules.entries,
+    )
+    return write_plan(plan, home)
