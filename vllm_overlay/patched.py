@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_overlay.activate.state import sha256
+from vllm_overlay.activate.planfile import sha256
 from vllm_overlay.fix import Fix
 from vllm_overlay.upstream import Tree
 from vllm_overlay.verdict import Judged

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_overlay.activate.state import plan_digest
+from vllm_overlay.activate.planfile import with_digest
 from vllm_overlay.errors import ConfigError
 from vllm_overlay.patched import Modules
 
@@ -56,17 +56,23 @@ class Plan:
     modules: Mapping[str, Mapping[str, Any]]
     schema: int = field(default=1)
 
+    def file(self) -> bytes:
+        """Return the plan's file: JSON that begins with its own digest."""
+        return self._composed()[1]
+
     def body(self) -> dict[str, Any]:
         """Return the plan as JSON-ready data, its digest included."""
-        body: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
-        body["digest"] = plan_digest(body)
+        body: dict[str, Any] = json.loads(self.file())
         return body
 
     @property
     def digest(self) -> str:
-        """The hex SHA-256 of the plan's canonical JSON."""
-        digest: str = self.body()["digest"]
-        return digest
+        """The hex SHA-256 of the plan's JSON."""
+        return self._composed()[0]
+
+    def _composed(self) -> tuple[str, bytes]:
+        text = json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True) + "\n"
+        return with_digest(text.encode())
 
     def folder(self, home: Path) -> Path:
         """Return the plan's folder: plan.json, receipts/, failures/, runs/."""
@@ -79,9 +85,9 @@ def write_plan(plan: Plan, home: Path) -> Path:
     Raises ConfigError where the folder is read-only or full; nothing is left half-written.
     """
     path = plan.folder(home) / "plan.json"
-    text = json.dumps(plan.body(), indent=1, sort_keys=True) + "\n"
-    if not path.is_file() or path.read_text() != text:
-        write_file(path, text.encode())
+    data = plan.file()
+    if not path.is_file() or path.read_bytes() != data:
+        write_file(path, data)
     return path
 
 

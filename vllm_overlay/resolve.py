@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from vllm_overlay import environ as env_checks
 from vllm_overlay import flags
-from vllm_overlay.activate.state import sha256
+from vllm_overlay.activate.planfile import sha256
 from vllm_overlay.errors import ConfigError, ConfigErrors
 from vllm_overlay.extraflags import parse_extra
 from vllm_overlay.fix import Fix, check_needs, load_fixes

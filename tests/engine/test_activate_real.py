@@ -127,7 +127,7 @@ def test_an_edited_module_finds_the_files_beside_the_original(tmp_path: Path) ->
     old = "    result = fn()"
     plan = edit(tmp_path, REGISTRY, old, f"{old}\n    result = result")
     source = (
-        f"import {REGISTRY} as r, pathlib as p; here = p.Path(r.__file__).parent\n"
-        "print((here / 'llama.py').is_file(), (here.parent / 'layers').is_dir(), 'store' in here.parts)"
+        f"import {REGISTRY} as r, pathlib as p; at = p.Path(r.__file__).parent\n"
+        "print((at / 'llama.py').is_file(), (at.parent / 'layers').is_dir(), 'store' in str(at))"
     )
     assert run(plan, tmp_path / "home", "-c", source).stdout == "True True True\n"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_overlay.activate.state import sha256
+from vllm_overlay.activate.planfile import sha256
 from vllm_overlay.plan import Plan, PlannedFix, write_plan
 
 REPO = Path(__file__).resolve().parents[2]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
+from vllm_overlay.activate import failure
 from vllm_overlay.activate.failure import refuse
 
 PLAN_VARIABLE = "VLLM_OVERLAY_PLAN"
@@ -42,10 +43,28 @@ def start() -> None:
             expected=f"{PLAN_VARIABLE} in the environment when Python starts",
             remedy="pass the plan's variable to the process that starts this one",
         )
-    # Imported here: with no plan, nothing below is ever loaded.
     from vllm_overlay.activate.finder import Finder
-    from vllm_overlay.activate.state import load
+    from vllm_overlay.activate.planfile import read_plan
+    from vllm_overlay.activate.state import State
 
-    finder = Finder(load(path))
-    sys.meta_path.insert(0, finder)
+    state = State(path, read_plan(path))
+    failure.recorder = state.record_failure
+    os.register_at_fork(after_in_child=state.after_fork)
+    if main_process(state.folder):
+        import atexit
+
+        atexit.register(state.exit_status)
+    sys.meta_path.insert(0, Finder(state))
     _started = path
+
+
+def main_process(folder: str) -> bool:
+    """Whether `vllm-overlay serve` became this process: it left word of it beside the plan."""
+    return any(name.startswith(f"{os.getpid()}-") for name in _names(f"{folder}/runs"))
+
+
+def _names(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -52,3 +53,26 @@ BUILTIN: dict[str, Callable[[ModuleType, State], None]] = {
     "vllm.envs": register_variables,
     "setproctitle": follow_titles,
 }
+
+
+class Observer:
+    """Leaves a module as it is, and lets the overlay's own function see it once it has run."""
+
+    def __init__(self, loader: Any, name: str, state: State) -> None:
+        self._loader = loader
+        self._name = name
+        self._state = state
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        try:
+            BUILTIN[self._name](module, self._state)
+        except Exception as error:
+            refuse("the overlay cannot prepare a module", module=self._name, found=repr(error))

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
-from typing import NoReturn
+
+TYPE_CHECKING = False  # importing typing costs more than the rest of the start
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import NoReturn
 
 EXIT_CONFIG = 78
 

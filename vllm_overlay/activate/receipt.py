@@ -9,6 +9,8 @@ import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from vllm_overlay.activate.planfile import sha256
+
 ENVIRONMENT_PREFIXES = ("VLLM_", "NCCL_", "GLOO_", "UCX_")
 SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
@@ -62,8 +64,6 @@ def rank_of(title: str, environ: Mapping[str, str]) -> str | None:
 
 def environment_digest(environ: Mapping[str, str]) -> str:
     """Return a digest of the variables that change what vLLM does; secrets stay out of it."""
-    from vllm_overlay.activate.state import sha256
-
     lines = sorted(
         f"{name}={value}"
         for name, value in environ.items()

@@ -2,48 +2,41 @@
 
 from __future__ import annotations
 
-import atexit
-import json
 import os
-import threading
-from dataclasses import dataclass, field
-from importlib import import_module
-from typing import Any
+from _thread import RLock
 
 from vllm_overlay.activate import failure
 from vllm_overlay.activate.failure import refuse
-from vllm_overlay.activate.receipt import process_key, write_atomic, write_receipt
+
+TYPE_CHECKING = False  # importing typing costs more than the rest of the start
+if TYPE_CHECKING:
+    from typing import Any
 
 
-def sha256(data: bytes) -> str:
-    """Return the hex SHA-256. The built-in module: hashlib would load OpenSSL at every start."""
-    try:
-        module = import_module("_sha2")  # Python 3.12 and later
-    except ImportError:
-        try:
-            module = import_module("_sha256")
-        except ImportError:
-            module = import_module("hashlib")
-    digest: str = module.sha256(data).hexdigest()
-    return digest
-
-
-def plan_digest(plan: dict[str, Any]) -> str:
-    """Return the digest of a plan: over its canonical JSON without the key ``digest``."""
-    body = {key: value for key, value in plan.items() if key != "digest"}
-    return sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
-
-
-@dataclass
 class State:
     """One process's view of the plan. ``applied`` holds (fix, module) pairs."""
 
-    plan: dict[str, Any]
-    folder: str  # plans/<digest>
-    home: str
-    vllm_imported: bool = False
-    applied: set[tuple[str, str]] = field(default_factory=set)
-    lock: Any = field(default_factory=threading.RLock)
+    def __init__(self, path: str, data: bytes) -> None:
+        self.folder = os.path.dirname(os.path.abspath(path))  # plans/<digest>
+        self.home = os.path.dirname(os.path.dirname(self.folder))
+        self.vllm_imported = False
+        self.applied: set[tuple[str, str]] = set()
+        self.lock = RLock()
+        self._data = data
+        self._plan: dict[str, Any] | None = None
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """The plan, parsed when it is first asked for: by then this process imports vLLM."""
+        if self._plan is None:
+            import json
+
+            plan: dict[str, Any] = json.loads(self._data)
+            if plan.get("schema") != 1:
+                found, remedy = plan.get("schema"), "use one release of vllm-overlay everywhere"
+                refuse("the plan is of another schema", expected=1, found=found, remedy=remedy)
+            self._plan = plan
+        return self._plan
 
     def mark(self, *pairs: tuple[str, str]) -> None:
         """Record applied (fix, module) pairs, and rewrite this process's receipt."""
@@ -53,6 +46,8 @@ class State:
 
     def write(self) -> None:
         """Write the receipt of this process; a receipt that cannot be written ends it."""
+        from vllm_overlay.activate.receipt import write_receipt
+
         with self.lock:
             if not self.vllm_imported:
                 return
@@ -75,7 +70,7 @@ class State:
 
     def after_fork(self) -> None:
         """A forked child imports nothing new: write its receipt from what it inherited."""
-        self.lock = threading.RLock()  # another thread may have held it at the fork
+        self.lock = RLock()  # another thread may have held it at the fork
         try:
             self.write()
         except Exception as error:  # Python only prints what an at-fork function raises
@@ -83,9 +78,11 @@ class State:
 
     def record_failure(self, line: str) -> None:
         """Leave the failure beside the plan, for `status`, `health` and the main process."""
+        from vllm_overlay.activate.receipt import process_key, write_atomic
+
         pid, start = process_key()
-        record = {"schema": 1, "pid": pid, "start": start, "plan": self.plan["digest"]}
-        record["line"] = line
+        plan = os.path.basename(self.folder)
+        record = {"schema": 1, "pid": pid, "start": start, "plan": plan, "line": line}
         try:
             write_atomic(f"{self.folder}/failures/{pid}-{start}.json", record)
         except OSError:
@@ -103,36 +100,3 @@ class State:
             return
         if refused:
             os._exit(failure.EXIT_CONFIG)
-
-
-def load(path: str) -> State:
-    """Read the plan at ``path``, check its digest, and return this process's state.
-
-    A plan that is missing, torn, altered, or of another schema ends the process.
-    """
-    remedy = "start the server with `vllm-overlay serve`, which writes the plan"
-    try:
-        with open(path, "rb") as file:
-            plan = json.loads(file.read())
-        if not isinstance(plan, dict) or plan.get("schema") != 1:
-            raise ValueError("not a plan of schema 1")
-    except (OSError, ValueError) as error:
-        refuse(f"the plan {path} cannot be read", found=error, remedy=remedy)
-    digest = plan_digest(plan)
-    folder = os.path.dirname(os.path.abspath(path))
-    named = os.path.basename(folder)
-    if not digest == plan.get("digest") == named:
-        refuse(
-            f"the plan {path} was altered",
-            expected=f"digest {named}",
-            found=f"{digest} (the file says {plan.get('digest')})",
-            remedy=remedy,
-        )
-    home = os.path.dirname(os.path.dirname(folder))
-    state = State(plan, folder, home)
-    failure.recorder = state.record_failure
-    os.register_at_fork(after_in_child=state.after_fork)
-    pid, start = process_key()
-    if os.path.exists(f"{folder}/runs/{pid}-{start}.json"):
-        atexit.register(state.exit_status)
-    return state
