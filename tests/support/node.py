@@ -16,6 +16,8 @@ from typing import Any
 from vllm_overlay.activate.receipt import process_key, process_title, role_of, write_atomic
 
 READY = "print('ready', flush=True); import time; time.sleep(600)"
+# A Python without the overlay: plans that only pose as such would end the environment's own.
+BARE: str = getattr(sys, "_base_executable", sys.executable)
 FIXES = {"overlay-route": ("vllm.a", "vllm.b"), "other": ("vllm.c",)}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.fake_server import FakeServer, fake_server
-from tests.support.node import READY, Node, program, wait_for
+from tests.support.node import BARE, READY, Node, program, wait_for
 from vllm_overlay import health
 from vllm_overlay.activate.receipt import process_key
 from vllm_overlay.answer import known_answer
@@ -139,7 +139,7 @@ def test_a_program_that_imports_vllm_without_the_plan_is_noticed(
     (tmp_path / "vllm/__init__.py").write_text("")
     # With -S, even the plan's variable is of no use: Python reads no .pth file.
     env = {"PYTHONPATH": str(tmp_path), **(node.environ if option == "-S" else {})}
-    with program(sys.executable, option, "-c", f"import vllm; {READY}", env=env) as process:
+    with program(BARE, option, "-c", f"import vllm; {READY}", env=env) as process:
         node.see(process.pid)
         (reason,) = check(node).reasons
         assert reason.startswith(f"process {process.pid} ")
@@ -148,7 +148,7 @@ def test_a_program_that_imports_vllm_without_the_plan_is_noticed(
 
 @pytest.mark.usefixtures("engine")
 def test_a_process_that_has_not_loaded_vllm_yet_owes_no_receipt(node: Node) -> None:
-    with program(sys.executable, "-c", f"{READY}; import vllm", env=node.environ) as process:
+    with program(BARE, "-c", f"{READY}; import vllm", env=node.environ) as process:
         node.see(process.pid)
         assert check(node).ok
 

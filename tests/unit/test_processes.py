@@ -3,14 +3,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.support.node import READY, program, wait_for
+from tests.support.node import BARE, READY, program, wait_for
 from vllm_overlay.processes import (
     PACKAGE,
     Command,
@@ -78,7 +77,7 @@ def package(tmp_path: Path) -> Path:
     ],
 )
 def test_a_title_of_vllm_is_found(title: str, role: str) -> None:
-    with found(sys.executable, "-c", READY, env=PLAN, name=title) as (one,):
+    with found(BARE, "-c", READY, env=PLAN, name=title) as (one,):
         assert (one.role, one.state) == (role, "running")
         assert one.start == start_of(one.pid)
 
@@ -88,7 +87,7 @@ def test_a_mapped_library_of_vllm_is_found_whatever_the_title_says(tmp_path: Pat
     library.parent.mkdir(parents=True)
     library.write_bytes(b"x" * 4096)
     (library.parent / "__init__.py").touch()
-    with found(sys.executable, "-c", MAP, library, env=PLAN) as (one,):
+    with found(BARE, "-c", MAP, library, env=PLAN) as (one,):
         assert one.why == f"maps {library}"
         assert one.state == "running"
 
@@ -101,7 +100,7 @@ def test_other_mapped_files_are_not_vllm(tmp_path: Path, file: str) -> None:
     library = tmp_path / file
     library.parent.mkdir(parents=True)
     library.write_bytes(b"x" * 4096)
-    with found(sys.executable, "-c", MAP, library) as nothing:
+    with found(BARE, "-c", MAP, library) as nothing:
         assert nothing == []
 
 
@@ -122,7 +121,7 @@ def test_a_program_of_vllm_is_found(
     (package / "script.py").write_text(f"from vllm import entrypoints\n{READY}")
     words = [str(package / word) if (package / word).is_file() else word for word in arguments]
     environ = {"PYTHONPATH": str(package), **env}
-    with found(sys.executable, *words, env=environ) as (one,):
+    with found(BARE, *words, env=environ) as (one,):
         assert one.state == ("starting" if env else "without plan")
         assert one.plan == (Path(PLAN["VLLM_OVERLAY_PLAN"]) if env else None)
 
@@ -130,9 +129,7 @@ def test_a_program_of_vllm_is_found(
 def test_a_program_that_has_loaded_torch_has_loaded_vllm(package: Path) -> None:
     library = package / "libtorch_cpu.so"
     library.write_bytes(b"x" * 4096)
-    with found(sys.executable, "-c", f"import vllm\n{MAP}", library, env=PLAN | path(package)) as (
-        one,
-    ):
+    with found(BARE, "-c", f"import vllm\n{MAP}", library, env=PLAN | path(package)) as (one,):
         assert one.state == "running"
 
 
@@ -143,7 +140,7 @@ def path(package: Path) -> dict[str, str]:
 @pytest.mark.parametrize("options", [("-S",), ("-uS",), ("-X", "dev", "-S")])
 def test_a_python_that_skips_site_has_no_overlay(package: Path, options: tuple[str, ...]) -> None:
     code = f"import vllm; {READY}"
-    with found(sys.executable, *options, "-c", code, env=PLAN | path(package)) as (one,):
+    with found(BARE, *options, "-c", code, env=PLAN | path(package)) as (one,):
         assert one.state == "without plan"
 
 
@@ -153,26 +150,26 @@ def test_children_of_multiprocessing_are_found_and_its_tracker_is_not(
 ) -> None:
     script = package / "bin/vllm"
     script.write_text(PARENT)
-    with found(sys.executable, script, method, env=PLAN) as processes:
+    with found(BARE, script, method, env=PLAN) as processes:
         titles = [one.title for one in processes]
         assert len(processes) == {"spawn": 2, "forkserver": 3, "fork": 2}[method], titles
         assert not any("resource_tracker" in title for title in titles)
         assert {one.state for one in processes} == {"starting"}
-    with found(sys.executable, script, method) as processes:
+    with found(BARE, script, method) as processes:
         assert {one.state for one in processes} == {"without plan"}
 
 
 def test_children_of_other_programs_are_not_vllm(tmp_path: Path) -> None:
     script = tmp_path / "other.py"
     script.write_text(PARENT)
-    with found(sys.executable, script, "spawn") as nothing:
+    with found(BARE, script, "spawn") as nothing:
         assert nothing == []
 
 
 def test_an_orphan_with_the_plan_is_found(tmp_path: Path) -> None:
     script = tmp_path / "other.py"
     script.write_text(PARENT)
-    with program(sys.executable, script, "spawn", env=PLAN) as process:
+    with program(BARE, script, "spawn", env=PLAN) as process:
         tree = children(process.pid)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
@@ -184,18 +181,18 @@ def test_an_orphan_with_the_plan_is_found(tmp_path: Path) -> None:
 def test_a_program_that_imports_only_the_overlay_is_not_found() -> None:
     root = str(Path(__file__).parents[2])
     code = f"import vllm_overlay\n{READY}"
-    with found(sys.executable, "-c", code, env={"PYTHONPATH": root}) as nothing:
+    with found(BARE, "-c", code, env={"PYTHONPATH": root}) as nothing:
         assert nothing == []
 
 
 def test_our_own_command_is_not_found(package: Path) -> None:
-    with found(sys.executable, package / "bin/vllm-overlay", "plan", "vllm", env=PLAN) as nothing:
+    with found(BARE, package / "bin/vllm-overlay", "plan", "vllm", env=PLAN) as nothing:
         assert nothing == []
 
 
 def test_our_own_look_at_vllm_s_parser_is_not_found() -> None:
     script = PACKAGE / "parserdump.py"
-    with subprocess.Popen([sys.executable, script], stdin=subprocess.PIPE, env={}) as process:
+    with subprocess.Popen([BARE, script], stdin=subprocess.PIPE, env={}) as process:
         command = Path(f"/proc/{process.pid}/cmdline")
         wait_for(lambda: str(script).encode() in command.read_bytes(), "it has been started")
         assert process.pid not in [one.pid for one in vllm_processes()]
@@ -203,7 +200,7 @@ def test_our_own_look_at_vllm_s_parser_is_not_found() -> None:
 
 
 def test_a_zombie_is_dead() -> None:
-    process = subprocess.Popen([sys.executable, "-c", "pass"])
+    process = subprocess.Popen([BARE, "-c", "pass"])
     wait_for(
         lambda: Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z",
         "a zombie",
@@ -226,14 +223,14 @@ def test_a_title_that_has_overwritten_the_environment_hides_no_plan(package: Pat
     script.write_text(
         f"{child} executable=sys.executable, env={{'LEFT': 'over'}})\nimport time; time.sleep(600)"
     )
-    with found(sys.executable, script, env=PLAN) as (parent, worker):
+    with found(BARE, script, env=PLAN) as (parent, worker):
         assert worker.title.startswith("VLLM::Worker")
         assert worker.plan == parent.plan == Path(PLAN["VLLM_OVERLAY_PLAN"])
         assert worker.state == "running"
 
 
 def test_a_process_of_a_container_belongs_to_another_node(tmp_path: Path) -> None:
-    with program(sys.executable, "-c", READY, name="VLLM::Worker") as process:
+    with program(BARE, "-c", READY, name="VLLM::Worker") as process:
         folder = tmp_path / str(process.pid)
         folder.mkdir()
         for name in ("stat", "cmdline", "maps", "environ", "status"):
@@ -250,7 +247,7 @@ def test_a_process_of_a_container_belongs_to_another_node(tmp_path: Path) -> Non
 def test_an_unreadable_process_counts_only_if_it_is_ours(
     mine: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with program(sys.executable, "-c", READY, name="VLLM::Worker") as process:
+    with program(BARE, "-c", READY, name="VLLM::Worker") as process:
         hidden = Path(f"/proc/{process.pid}/maps")
         read = Path.read_bytes
 
