@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_overlay.activate.receipt import process_key, process_title, role_of, write_atomic
+from vllm_overlay.runs import Run, find_run
 
 READY = "print('ready', flush=True); import time; time.sleep(600)"
 # A Python without the overlay: plans that only pose as such would end the environment's own.
@@ -167,3 +168,10 @@ class Node:
         """Write what activation leaves when it ends a process."""
         path = self.folder / "failures" / f"{pid}-{start}.json"
         write_atomic(str(path), {"schema": 1, "pid": pid, "start": start, "line": line})
+
+
+def run_of(node: Node) -> Run:
+    """Return the node's live server, as the commands find it."""
+    run = find_run(node.home, node.port)
+    assert run is not None
+    return run
