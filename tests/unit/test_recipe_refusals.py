@@ -23,6 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
         ("'[key]': {}", "5:1: unknown key '[key]'; known: env, extends"),
         ("env: {'[key]': x}", "5:7: this is no environment variable"),
         ("variants: {v: {'{x}': 1}}", "5:16: unknown key '{x}' in 'variants.v'"),
+        ("fixes: !x a", "5:8: a tag is not allowed; found !x; remove it"),
+        ("requires: {gpus: 1_0}", "5:18: YAML readers disagree on what this is; found '1_0'"),
         ("serves: {}", "5:1: unknown key 'serves'; did you mean 'serve'?"),
         (
             "fixes: glm5next-recoverssm",

@@ -113,6 +113,7 @@ def test_places_are_those_an_editor_shows() -> None:
         ("? [a]\n: x\n", "1:3", "a key must be text, not a list"),
         ("? {a: b}\n: x\n", "1:3", "a key must be text, not a map"),
         ("a: " + "9" * 30 + "\n", "1:4", "this number is out of range"),
+        ("a: " + "9" * 5000 + "\n", "1:4", "this number is out of range"),
         ("a: 1.0e+999\n", "1:4", "this number is out of range"),
         ("a: .nan\n", "1:4", "this number is out of range"),
         ("a: -.inf\n", "1:4", "this number is out of range"),
