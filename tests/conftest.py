@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.kernels import TRITON
+
 TESTS = Path(__file__).parent
 
 
@@ -29,7 +31,7 @@ def runs(*command: str) -> bool:
 
 
 def no_triton() -> str | None:
-    return None if importlib.util.find_spec("triton") else "Triton is not installed"
+    return None if (TRITON / "triton").is_dir() else f"Triton is not in {TRITON}"
 
 
 def no_cpu_vllm() -> str | None:

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fixes import write_fix
+from tests.support.fixes import edit_line, write_fix
 from tests.support.plans import write_fixes_plan
 from tests.support.serving import environment
-from vllm_overlay.upstream import installed_tree
 
 REGISTRY = "vllm.model_executor.models.registry"
 # How vLLM asks its registry about a model: a pickled function on standard input.
@@ -39,17 +38,7 @@ def run(plan: Path, home: Path, *arguments: str) -> subprocess.CompletedProcess[
 
 def edit(tmp_path: Path, module: str, old: str, new: str) -> Path:
     """Plan a fix that replaces one line of a module of vLLM."""
-    path = installed_tree().path(module)
-    assert path is not None
-    lines = path.read_text().splitlines()
-    (number,) = [index for index, line in enumerate(lines) if line == old]
-    before, after = lines[number - 1], lines[number + 1]
-    name = f"{module.replace('.', '/')}.py"
-    diff = (
-        f"--- a/{name}\n+++ b/{name}\n@@ -{number},3 +{number},{2 + len(new.splitlines())} @@\n"
-        f" {before}\n-{old}\n" + "".join(f"+{line}\n" for line in new.splitlines()) + f" {after}\n"
-    )
-    write_fix(tmp_path / "fixes", "an-edit", {"x.diff": diff}, edits={module: "x.diff"})
+    edit_line(tmp_path / "fixes", module, old, new)
     return write_fixes_plan(tmp_path / "fixes", tmp_path / "home")
 
 

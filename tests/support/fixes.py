@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,9 +34,30 @@ def write_fix(folder: Path, name: str, files: Mapping[str, str], **manifest: Any
     place = folder / name
     place.mkdir(parents=True)
     for file, text in files.items():
-        (place / file).write_text(textwrap.dedent(text))
+        (place / file).write_text(text)
     (place / "fix.yaml").write_text(yaml.safe_dump(body, sort_keys=False))
     return place
+
+
+def edit_line(folder: Path, module: str, old: str, new: str, name: str = "an-edit") -> Path:
+    """Write a fix that replaces the one line ``old`` of a module of vLLM by ``new``."""
+    path = installed_tree().path(module)
+    assert path is not None
+    lines = path.read_text().splitlines()
+    (at,) = [index for index, line in enumerate(lines) if line == old]
+    added = new.splitlines()
+    file = f"{module.replace('.', '/')}.py"
+    diff = [
+        f"--- a/{file}",
+        f"+++ b/{file}",
+        f"@@ -{at},3 +{at},{2 + len(added)} @@",
+        f" {lines[at - 1]}",
+        f"-{old}",
+        *(f"+{line}" for line in added),
+        f" {lines[at + 1]}",
+    ]
+    files = {"x.diff": "\n".join(diff) + "\n"}
+    return write_fix(folder, name, files, edits={module: "x.diff"})
 
 
 def write_recipe(folder: Path, name: str = "mine", **body: Any) -> Path:
