@@ -13,7 +13,7 @@ from vllm_overlay.client import NOT_SPOKEN, Client, UnreachableError, generation
 from vllm_overlay.runs import Run
 
 FRESH = 60.0  # seconds for which a good answer is believed
-PATIENCE = 60.0  # seconds for an answer: the first one of a cold engine compiles
+PATIENCE = 45.0  # seconds for an answer: the first one of a cold engine compiles
 TOKENS = 64  # an answer ends sooner; a model that reasons first needs them
 POLL = 0.05  # seconds between two looks at a lock that another process holds
 ANYTHING = {"prompt": "Hello", "contains": ""}
