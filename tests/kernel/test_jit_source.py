@@ -1,4 +1,4 @@
-"""Triton compiles a kernel from its source text: that of an edited module must be the edited one."""
+"""Triton compiles a kernel from its source text: for an edited module, from the edited one."""
 
 from __future__ import annotations
 
