@@ -17,10 +17,18 @@ IMPORTS_VLLM = "import vllm.envs, sys; print('up', flush=True); sys.stdin.read()
 
 
 def receipts(server: Server) -> dict[str, dict[str, str]]:
-    """Return {role: {fix: state}} from the files that the server's processes wrote."""
+    """Return {role: {fix: state}} of the live processes, from the files that they wrote.
+
+    vLLM asks its model registry in a process of its own, which leaves a receipt and is gone.
+    """
     files = (server.plan.parent / "receipts").glob("*.json")
     found = [json.loads(file.read_text()) for file in files]
-    return {item["role"]: {fix["name"]: fix["state"] for fix in item["fixes"]} for item in found}
+    live = {server.pid, *(child.pid for child in server.children())}
+    return {
+        item["role"]: {fix["name"]: fix["state"] for fix in item["fixes"]}
+        for item in found
+        if item["pid"] in live
+    }
 
 
 def health(server: Server) -> tuple[int, str]:
@@ -37,8 +45,6 @@ def test_every_process_wrote_a_receipt(server: Server) -> None:
     found = receipts(server)
     assert set(found) == {"api-server", "engine-core", "worker"}
     assert found["api-server"] == {"truncate-to-fit": "applied", "overlay-route": "applied"}
-    pids = {int(path.name.split("-")[0]) for path in server.plan.parent.glob("receipts/*.json")}
-    assert pids <= {server.pid, *(child.pid for child in server.children())}
 
 
 def test_vllm_knows_the_plans_variables(server: Server) -> None:
