@@ -22,6 +22,9 @@ app = typer.Typer(
     help="Serve a model with vLLM and exactly the fixes that its recipe names.",
 )
 
+cache_app = typer.Typer(no_args_is_help=True, help="The state folder: caches, plans, sources.")
+app.add_typer(cache_app, name="cache")
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe's name, or a file.")]
 Variant = Annotated[str | None, typer.Option(help="A variant of the recipe.")]
@@ -121,6 +124,46 @@ def smoke(
     from vllm_overlay.smoke import smoke_server
 
     return smoke_server(home_folder(os.environ), port=port, url=url, as_json=as_json)
+
+
+@cache_app.command("ls")
+def cache_ls(as_json: AsJson = False) -> None:
+    """Show what the state folder holds: size, last use, and the plans that use it."""
+    from vllm_overlay.caches import as_json as entries_json
+    from vllm_overlay.caches import survey, survey_table
+
+    entries = survey(home_folder(os.environ))
+    if as_json:
+        print_json(entries_json(entries))
+    else:
+        Console().print(survey_table(entries))
+
+
+@cache_app.command("prune")
+def cache_prune(
+    unused_for: Annotated[
+        int,
+        typer.Option(
+            metavar="DAYS", min=0, max=36500, help="Keep plans that were used in these days."
+        ),
+    ] = 30,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Keep only what a server uses now.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what would be removed.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove plans without a server, and the caches and sources that no other plan uses."""
+    from vllm_overlay.caches import prune, prune_json, prune_lines
+
+    days = 0 if everything else unused_for
+    removals, elsewhere = prune(home_folder(os.environ), days, dry_run=dry_run)
+    if as_json:
+        print_json(prune_json(removals, elsewhere, dry_run))
+    else:
+        print("\n".join(prune_lines(removals, elsewhere, dry_run)))
 
 
 def _resolve(recipe: str, variant: str | None, extra: Sequence[str] | None) -> Any:

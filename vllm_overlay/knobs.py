@@ -156,13 +156,17 @@ def compose_knobs(folder: Path) -> dict[str, str]:
 
 def command_options() -> Iterable[Knob]:
     """Yield the options of every command."""
-    group: Any = typer.main.get_command(app)
-    for command in sorted(group.commands):
-        for option in group.commands[command].params:
-            if option.param_type_name == "option" and option.name != "help":
-                names = "/".join([*option.opts, *option.secondary_opts])
-                default = "" if option.default in (None, False) else str(option.default)
-                yield Knob(f"{command} {names}", default, option.help or "")
+    return _options(typer.main.get_command(app), "")
+
+
+def _options(command: Any, name: str) -> Iterable[Knob]:
+    for below in sorted(getattr(command, "commands", ())):
+        yield from _options(command.commands[below], f"{name} {below}".lstrip())
+    for option in command.params if name else ():
+        if option.param_type_name == "option" and option.name != "help":
+            names = "/".join([*option.opts, *option.secondary_opts])
+            default = "" if option.default in (None, False) else str(option.default)
+            yield Knob(f"{name} {names}", default, option.help or "")
 
 
 def render(groups: Iterable[Group]) -> str:

@@ -19,6 +19,7 @@ from vllm_overlay.activate.receipt import process_key
 from vllm_overlay.errors import ConfigError, raise_all
 from vllm_overlay.folders import FOLDER_VARIABLES
 from vllm_overlay.host import check_requires
+from vllm_overlay.inuse import hold
 from vllm_overlay.plan import Plan, fill_store, write_file, write_plan
 from vllm_overlay.resolve import CACHES, Resolution
 
@@ -43,6 +44,8 @@ def prepare(resolution: Resolution, home: Path, environ: Mapping[str, str]) -> L
     plan = resolution.plan
     raise_all([*resolution.errors, *check_requires(plan.requires), *_check_port(plan)])
     command = (sys.executable, _vllm_script(), "serve", *resolution.argv)
+    hold(home, while_serving=False)
+    hold(plan.folder(home), while_serving=True)
     fill_store(resolution.modules, home)
     plan_path = write_plan(plan, home)
     environment = child_environment(plan, plan_path, environ)
