@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from tests.support.compose import Node, docker
+from tests.support.fixes import write_fix
 from tests.support.serving import chat
 
 STATE = "/var/lib/vllm-overlay"
@@ -27,13 +28,11 @@ extends: demo
 serve: {served-model-name: second, max-model-len: 1024}
 fixes: +[host-made]
 """
-HOST_MADE = """\
+BROKEN = """\
 schema: 1
-name: host-made
-summary: says so in GET /version
-source: a test
-vllm: ">=0.32.0,<0.33"
-hooks: {vllm.entrypoints.serve.instrumentator.basic: "hook.py:install"}
+name: broken
+extends: demo
+serves: {max-model-len: 1024}
 """
 HOOK = """\
 def install(module):
@@ -79,9 +78,9 @@ def test_vllm_is_the_main_process_and_has_no_privileges(node: Node) -> None:
 
 def test_only_state_and_tmp_can_be_written(node: Node) -> None:
     node.up("demo")
-    everywhere = "find / -xdev -type d -writable 2>/dev/null; for d in /recipes /fixes /models; do"
-    found = node.shell(f"{everywhere} touch $d/x 2>/dev/null && echo $d; done; true").stdout
-    assert found == ""
+    mounts = "for d in /recipes /fixes /models; do touch $d/x 2>/dev/null && echo $d; done"
+    found = node.shell(f"find / -xdev -type d -writable 2>/dev/null; {mounts}; true").stdout
+    assert sorted(found.split()) == ["/tmp", STATE]  # where other file systems are mounted
     node.shell(f"touch {STATE}/x /tmp/x && rm {STATE}/x /tmp/x")
     ends = node.shell("touch /opt/vllm-overlay/x", check=False)
     assert "Read-only file system" in ends.stderr
@@ -149,10 +148,8 @@ def test_a_recipe_and_a_fix_made_on_the_host_are_served_next(node: Node) -> None
     node.up("demo")
     image = node.inspect("{{.Image}}")
     (node.checkout / "recipes" / "second.yaml").write_text(SECOND)
-    fix = node.checkout / "fixes" / "host-made"
-    fix.mkdir()
-    (fix / "fix.yaml").write_text(HOST_MADE)
-    (fix / "hook.py").write_text(HOOK)
+    hooks = {"vllm.entrypoints.serve.instrumentator.basic": "hook.py:install"}
+    write_fix(node.checkout / "fixes", "host-made", {"hook.py": HOOK}, hooks=hooks)
     assert httpx.get(f"{node.url}/version").json() == {"version": "0.32.0"}
     node.up("second")
     assert httpx.get(f"{node.url}/version").json() == {"version": "made on the host"}
@@ -176,10 +173,10 @@ def test_a_fixs_flag_from_the_env_file_wins(node: Node) -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "said"),
-    [("dmo", "did you mean 'demo'?"), ("broken", "/recipes/broken.yaml:2:1: unknown key 'serves'")],
+    [("dmo", "did you mean 'demo'?"), ("broken", "/recipes/broken.yaml:4:1: unknown key 'serves'")],
 )
 def test_a_refused_recipe_ends_up_with_78_and_one_line(node: Node, recipe: str, said: str) -> None:
-    (node.checkout / "recipes" / "broken.yaml").write_text("schema: 1\nserves: {}\n")
+    (node.checkout / "recipes" / "broken.yaml").write_text(BROKEN)
     done = node.compose("up", "--wait", "--no-build", check=False, RECIPE=recipe)
     assert done.returncode != 0
     assert node.inspect("{{.State.ExitCode}}") == "78"
