@@ -1,8 +1,10 @@
 """Unified diffs: read by unidiff, applied by our own strict rules.
 
 A hunk stands where its context and removed lines stand in the file, byte for byte: no fuzz.
-Shifted lines are fine. Where hunks fit in more than one place, their order decides, then the line
-that the hunk itself states; if neither leaves exactly one place, the diff is refused.
+Shifted lines are fine. Where a hunk fits in more than one place, the order of the hunks decides;
+then the line that it states, shifted as much as the hunks next to it that have one place only; then
+that line itself. If this leaves no place, the diff is refused: `git apply` would take the nearest,
+which is a guess. As git does, a hunk whose context is cut short stands at that end of the file.
 """
 
 from __future__ import annotations
@@ -86,7 +88,7 @@ def parse(text: bytes, name: str) -> tuple[FileDiff, ...]:
     """
     if len(text) > MAX_BYTES:
         raise DiffError("the diff is too large", file=name, expected=f"{MAX_BYTES >> 20} MiB")
-    lines = _split(text)
+    lines = split_lines(text)
     crlf = bool(lines) and all(line.endswith(b"\r\n") for line in lines)
     if crlf:
         lines = [line[:-2] + b"\n" for line in lines]
@@ -103,7 +105,7 @@ def parse(text: bytes, name: str) -> tuple[FileDiff, ...]:
     return found
 
 
-def _split(text: bytes) -> list[bytes]:
+def split_lines(text: bytes) -> list[bytes]:
     """Return the lines with their ends; only a line feed ends a line."""
     lines = text.split(b"\n")
     return [line + b"\n" for line in lines[:-1]] + ([lines[-1]] if lines[-1] else [])
@@ -183,6 +185,11 @@ class Placed:
     start: int
     end: int
 
+    @property
+    def shift(self) -> int:
+        """Lines below the line that the hunk states."""
+        return self.line - self.hunk.old_start
+
 
 def apply(source: bytes, diff: FileDiff, name: str) -> bytes:
     """Return ``source`` with every hunk of ``diff`` applied.
@@ -219,10 +226,8 @@ def place(source: bytes, diff: FileDiff, name: str) -> list[Placed]:
             )  # fmt: skip
         if len(row) > MAX_PLACES:
             raise _ambiguous(hunk, row, diff, name)
-    return [
-        _choose(hunk, row, diff, name)
-        for hunk, row in zip(diff.hunks, _in_order(rows, diff, name), strict=True)
-    ]
+    rows = _in_order(rows, diff, name)
+    return [_choose(index, rows, diff, name) for index in range(len(rows))]
 
 
 def _line_starts(source: bytes) -> list[int]:
@@ -280,13 +285,17 @@ def _in_order(rows: list[list[Placed]], diff: FileDiff, name: str) -> list[list[
     return kept[::-1]
 
 
-def _choose(hunk: Hunk, row: list[Placed], diff: FileDiff, name: str) -> Placed:
+def _choose(index: int, rows: Sequence[list[Placed]], diff: FileDiff, name: str) -> Placed:
+    row = rows[index]
     if len(row) == 1:
         return row[0]
-    stated = [placed for placed in row if placed.line == hunk.old_start]
-    if not stated:
-        raise _ambiguous(hunk, row, diff, name)
-    return stated[0]
+    before = next((other[0] for other in rows[index::-1] if len(other) == 1), None)
+    after = next((other[0] for other in rows[index:] if len(other) == 1), None)
+    for shifts in ({placed.shift for placed in (before, after) if placed}, {0}):
+        likely = [placed for placed in row if placed.shift in shifts]
+        if len(likely) == 1:
+            return likely[0]
+    raise _ambiguous(diff.hunks[index], row, diff, name)
 
 
 def _ambiguous(hunk: Hunk, row: list[Placed], diff: FileDiff, name: str) -> DiffError:

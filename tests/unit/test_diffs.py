@@ -182,6 +182,29 @@ def test_the_order_of_hunks_decides_between_places() -> None:
     assert patched(b"# shifted\n" + source, diff(source, changed)) == b"# shifted\n" + changed
 
 
+AROUND = b"head\n" + b"=\n" * 9 + TWICE + b"=\n" * 9 + b"tail\n"
+LONG = b"1\n2\n3\n4\n" + AROUND + b"1\n2\n3\n4\n"
+
+
+@pytest.mark.parametrize("at", [LONG.index(b"X"), LONG.rindex(b"X")], ids=["first", "last"])
+@pytest.mark.parametrize("neighbours", [(b"head",), (b"tail",), (b"head", b"tail")])
+def test_the_shift_of_its_neighbours_decides(at: int, neighbours: tuple[bytes, ...]) -> None:
+    changed = LONG[:at] + b"Y" + LONG[at + 1 :]
+    for name in neighbours:
+        changed = changed.replace(name, name.upper())
+    assert patched(b"# shifted\n" + LONG, diff(LONG, changed)) == b"# shifted\n" + changed
+
+
+def test_neighbours_that_shifted_apart_do_not_decide() -> None:
+    """The hunk fits where the one before it went, and where the one behind it went."""
+    first = LONG.index(b"X")
+    changed = (LONG[:first] + b"Y" + LONG[first + 1 :]).replace(b"head", b"HEAD")
+    changed = changed.replace(b"tail", b"TAIL")
+    moved = LONG.replace(b"=\ntail", b"=\n" * 28 + b"tail")  # by what lies between the places
+    assert patched(moved, diff(LONG, changed)).index(b"Y") == first  # where its own line says
+    assert "in 2 places; found lines 16, 43" in error(b"# new\n" + moved, diff(LONG, changed))
+
+
 def test_hunks_out_of_order_are_refused() -> None:
     header, first, second = diff(OLD, NEW).split(b"@@ -", 2)
     assert "before the hunk" in error(OLD, header + b"@@ -" + second + b"@@ -" + first)
