@@ -32,6 +32,13 @@ Extra = Annotated[
     list[str] | None,
     typer.Argument(metavar="[-- FLAGS]", help="vLLM's serve flags; they win over the recipe."),
 ]
+FixesFolder = Annotated[Path | None, typer.Option("--fixes", help="The folder of fixes.")]
+WhichVllm = Annotated[
+    str | None,
+    typer.Option(
+        "--vllm", metavar="VERSION|WHEEL|DIR", help="Which vLLM; the installed one if absent."
+    ),
+]
 Port = Annotated[int | None, typer.Option(help="Which server, if several run on this machine.")]
 
 
@@ -94,24 +101,56 @@ def health(port: Port = None, as_json: AsJson = False) -> int:
 
 @app.command("check")
 def check_command(
-    vllm: Annotated[
-        str | None,
-        typer.Option(metavar="VERSION|WHEEL|DIR", help="Which vLLM; the installed one if absent."),
-    ] = None,
-    fixes: Annotated[Path | None, typer.Option(help="The folder of fixes.")] = None,
+    vllm: WhichVllm = None,
+    fixes: FixesFolder = None,
     as_json: AsJson = False,
 ) -> int:
     """Judge every fix against a vLLM, which need not be installed."""
     from vllm_overlay.checks import check_fixes
     from vllm_overlay.show import check_table
 
-    folder = fixes if fixes is not None else find_folders(os.environ).fixes
-    result = check_fixes(vllm, folder, home_folder(os.environ))
+    result = check_fixes(vllm, _fixes_folder(fixes), home_folder(os.environ))
     if as_json:
         print_json(result.as_dict())
     else:
         Console().print(check_table(result))
     return 0 if result.ok else EXIT_FAILED
+
+
+@app.command("new-fix")
+def new_fix_command(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The new fix's name.")],
+    from_diff: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A public diff, mail or series; a skeleton if absent."),
+    ] = None,
+    vllm: WhichVllm = None,
+    fixes: FixesFolder = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a fix of a public diff, or a skeleton to write a hook in."""
+    from vllm_overlay.newfix import new_fix, print_made
+
+    made = new_fix(name, _fixes_folder(fixes), from_diff, vllm, home_folder(os.environ))
+    if as_json:
+        print_json(made.as_dict())
+    else:
+        print_made(made)
+
+
+@app.command()
+def review(
+    fix: Annotated[str, typer.Argument(metavar="FIX", help="The fix's name.")],
+    vllm: WhichVllm = None,
+    fixes: FixesFolder = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Record without asking.")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Show what changed upstream under a fix, and record that it was looked at."""
+    from vllm_overlay.review import review_fix
+
+    folder, home = _fixes_folder(fixes), home_folder(os.environ)
+    return review_fix(fix, folder, vllm, home, yes=yes, as_json=as_json)
 
 
 @app.command()
@@ -164,6 +203,10 @@ def cache_prune(
         print_json(prune_json(removals, elsewhere, dry_run))
     else:
         print("\n".join(prune_lines(removals, elsewhere, dry_run)))
+
+
+def _fixes_folder(named: Path | None) -> Path:
+    return named if named is not None else find_folders(os.environ).fixes
 
 
 def _resolve(recipe: str, variant: str | None, extra: Sequence[str] | None) -> Any:

@@ -48,6 +48,16 @@ def read_symbols(source: bytes, name: str) -> Symbols:
         raise ConfigError("the source is nested too deeply", file=name) from None
 
 
+def definitions(source: bytes, name: str) -> dict[str, list[ast.stmt]]:
+    """Return the statements that define each symbol. Raises ConfigError if it does not parse."""
+    reader = _Reader()
+    try:
+        reader.read(parse(source, name))
+    except RecursionError:
+        raise ConfigError("the source is nested too deeply", file=name) from None
+    return reader.nodes
+
+
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
     """Keep Python from looking for cycles: a parsed source has none, and it takes three quarters
@@ -101,6 +111,7 @@ class _Reader:
     def __init__(self) -> None:
         self.whole: dict[str, list[str]] = defaultdict(list)
         self.own: dict[str, list[str]] = defaultdict(list)
+        self.nodes: dict[str, list[ast.stmt]] = defaultdict(list)
         self.scope: list[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef] = []
         self.guards: list[tuple[ast.AST, str]] = []
 
@@ -143,12 +154,12 @@ class _Reader:
     def _value(self, value: object, text: _Text) -> None:
         if not isinstance(value, ast.AST):
             text.add(_atom(value))
-        elif names := self._defined(value):
+        elif isinstance(value, ast.stmt) and (names := self._defined(value)):
             self._definition(value, names, text)
         else:
             self._node(value, text)
 
-    def _defined(self, node: ast.AST) -> list[str]:
+    def _defined(self, node: ast.stmt) -> list[str]:
         """Return the names that a statement defines in its scope; none for a function's locals."""
         if isinstance(node, _SCOPES):
             return [node.name]
@@ -162,7 +173,7 @@ class _Reader:
             return list(_targets(node.name))  # type: ignore[attr-defined]
         return []
 
-    def _definition(self, node: ast.AST, names: list[str], text: _Text) -> None:
+    def _definition(self, node: ast.stmt, names: list[str], text: _Text) -> None:
         guard = "".join(_guard(*guard) for guard in self.guards)
         prefix = ".".join(scope.name for scope in self.scope)
         inner = _Text([guard], [guard])
@@ -179,6 +190,7 @@ class _Reader:
             dotted = f"{prefix}.{name}" if prefix else name
             self.whole[dotted].append(whole)
             self.own[dotted].append(own)
+            self.nodes[dotted].append(node)
         text.whole.append(whole)
 
 
