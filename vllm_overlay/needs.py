@@ -62,8 +62,6 @@ def _text(value: object) -> str:
 
 
 def _number(value: object) -> float | None:
-    if isinstance(value, bool):
-        return None
     try:
         return float(str(value))
     except ValueError:

@@ -212,7 +212,7 @@ def _without_removals(root: Node) -> Node:
     for section in REMOVABLE:
         node = values.get(section)
         if node is not None and isinstance(node.value, dict):
-            kept = {k: v for k, v in node.value.items() if v.value is not None or v.bad}
+            kept = {k: v for k, v in node.value.items() if v.value is not None}
             values[section] = replace(node, value=kept)
     variants = values.get("variants")
     if variants is not None and isinstance(variants.value, dict):

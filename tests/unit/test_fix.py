@@ -95,6 +95,11 @@ def test_a_flag_by_name_is_off_or_on(fixes: Path) -> None:
     assert load_fix(fixes / "f").flag == Flag("VLLM_F", ("0", "1"), "1")
 
 
+def test_a_file_is_named_relative_to_its_folder(fixes: Path) -> None:
+    make(fixes, "f", HEAD + f"modules: {{vllm.b: {fixes}/f/new.py}}\n")
+    assert "leads out of the fix's folder" in refusals(fixes)[0]
+
+
 def test_a_relative_folder_gives_absolute_paths(
     fixes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
