@@ -24,6 +24,8 @@ app = typer.Typer(
 
 cache_app = typer.Typer(no_args_is_help=True, help="The state folder: caches, plans, sources.")
 app.add_typer(cache_app, name="cache")
+recipe_app = typer.Typer(no_args_is_help=True, help="Recipes from outside.")
+app.add_typer(recipe_app, name="recipe")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe's name, or a file.")]
@@ -207,6 +209,36 @@ def cache_prune(
 
 def _fixes_folder(named: Path | None) -> Path:
     return named if named is not None else find_folders(os.environ).fixes
+
+
+@recipe_app.command("import")
+def recipe_import(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A models/<org>/<name>.yaml.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="A new file, instead of printing it.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="The recipe's name; else the file's slug.")
+    ] = None,
+    vllm: Annotated[
+        str | None, typer.Option(help="The release that it is for; else the least of the file.")
+    ] = None,
+    hardware: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY", help="Take the overrides of this hardware; more are possible."),
+    ] = None,
+) -> None:
+    """Make a recipe of a file of the vllm-project/recipes collection."""
+    from vllm_overlay.importer import convert
+    from vllm_overlay.importer_write import render, save
+
+    imported = convert(file, name or (output.stem if output else None), vllm, hardware or ())
+    text = render(imported.body, file)
+    if output is None:
+        print(text, end="")
+    else:
+        save(text, output)
+    report(imported.notes)
 
 
 def _resolve(recipe: str, variant: str | None, extra: Sequence[str] | None) -> Any:
