@@ -2,9 +2,10 @@
 
 A hunk stands where its context and removed lines stand in the file, byte for byte: no fuzz.
 Shifted lines are fine. Where a hunk fits in more than one place, the order of the hunks decides;
-then the line that it states, shifted as much as the hunks next to it that have one place only; then
-that line itself. If this leaves no place, the diff is refused: `git apply` would take the nearest,
-which is a guess. As git does, a hunk whose context is cut short stands at that end of the file.
+then the shift of the hunks next to it that have one place only; then the line that it states, as
+for `git apply`: the nearest place. Two places equally near are refused. Nearness alone is no proof:
+a place that rests on it keeps the ``others``, and who applies it must rule them out (``edits``).
+As for git, a hunk whose context is cut short stands at that end of the file.
 """
 
 from __future__ import annotations
@@ -178,12 +179,16 @@ def _check_nothing_is_lost(read: PatchSet, lines: Sequence[bytes], name: str) ->
 
 @dataclass(frozen=True)
 class Placed:
-    """Where a hunk stands: bytes ``start`` to ``end`` of the source, ``line`` from 1."""
+    """Where a hunk stands: bytes ``start`` to ``end`` of the source, ``line`` from 1.
+
+    ``others`` are the places that are merely further away from the line that the hunk states.
+    """
 
     hunk: Hunk
     line: int
     start: int
     end: int
+    others: tuple[Placed, ...] = ()
 
     @property
     def shift(self) -> int:
@@ -196,8 +201,13 @@ def apply(source: bytes, diff: FileDiff, name: str) -> bytes:
 
     ``name`` is what errors call the source. Raises DiffError unless each hunk has one place.
     """
+    return splice(source, diff, place(source, diff, name))
+
+
+def splice(source: bytes, diff: FileDiff, places: Sequence[Placed]) -> bytes:
+    """Return ``source`` with the hunks applied at these places, which are in order."""
     parts, at = [], 0
-    for placed in place(source, diff, name):
+    for placed in places:
         parts += [source[at : placed.start], *_lines(placed.hunk.new, source, diff)]
         at = placed.end
     return b"".join([*parts, source[at:]])
@@ -287,21 +297,23 @@ def _in_order(rows: list[list[Placed]], diff: FileDiff, name: str) -> list[list[
 
 def _choose(index: int, rows: Sequence[list[Placed]], diff: FileDiff, name: str) -> Placed:
     row = rows[index]
-    if len(row) == 1:
-        return row[0]
     before = next((other[0] for other in rows[index::-1] if len(other) == 1), None)
     after = next((other[0] for other in rows[index:] if len(other) == 1), None)
-    for shifts in ({placed.shift for placed in (before, after) if placed}, {0}):
-        likely = [placed for placed in row if placed.shift in shifts]
-        if len(likely) == 1:
-            return likely[0]
-    raise _ambiguous(diff.hunks[index], row, diff, name)
+    shifts = {placed.shift for placed in (before, after) if placed}
+    likely = [placed for placed in row if placed.shift in shifts] or row
+    nearest = min(abs(placed.shift) for placed in likely)
+    chosen = [placed for placed in likely if abs(placed.shift) == nearest]
+    if len(chosen) > 1:
+        raise _ambiguous(diff.hunks[index], chosen, diff, name)
+    others = tuple(placed for placed in likely if placed != chosen[0])
+    return replace(chosen[0], others=others if chosen[0].shift else ())
 
 
 def _ambiguous(hunk: Hunk, row: list[Placed], diff: FileDiff, name: str) -> DiffError:
     shown = ", ".join(str(placed.line) for placed in row[:5]) + (", …" if len(row) > 5 else "")
     return DiffError(
-        f"hunk {hunk.number} matches {name} in {len(row)} places", file=diff.name, line=hunk.line,
+        f"hunk {hunk.number} matches {name} in {len(row)} places equally well",
+        file=diff.name, line=hunk.line,
         found=f"lines {shown}", expected="one", remedy="give the hunk more context lines",
     )  # fmt: skip
 

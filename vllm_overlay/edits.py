@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from vllm_overlay import diffs
-from vllm_overlay.diffs import DiffError, FileDiff
+from vllm_overlay.diffs import DiffError, FileDiff, Placed
 from vllm_overlay.errors import ConfigError, did_you_mean
 from vllm_overlay.symbols import MODULE, Symbols
 from vllm_overlay.upstream import Tree
@@ -142,12 +142,40 @@ def _line_alone(text: bytes, diff: FileDiff, index: int, module: str) -> int | N
 
 
 def _applied(edit: Edit, diff: FileDiff, text: bytes, tree: Tree) -> Edit:
-    patched = diffs.apply(text, diff, edit.module)
+    places = diffs.place(text, diff, edit.module)
+    patched = diffs.splice(text, diff, places)
     try:
-        after = tree.read(patched, f"{edit.module} with {edit.name}")
+        changed = _changed(edit, patched, tree)
+        for other in _other_ways(places):
+            if _changed(edit, diffs.splice(text, diff, other), tree) == changed:
+                raise _ambiguous(edit, places, other)
     except ConfigError as error:
         return replace(edit, errors=(str(error),))
+    return replace(edit, patched=patched, changed=changed)
+
+
+def _changed(edit: Edit, patched: bytes, tree: Tree) -> tuple[str, ...]:
+    """Return the symbols that differ; the module itself only if no other one does."""
+    after = tree.read(patched, f"{edit.module} with {edit.name}")
     own = {**edit.before.own, **after.own}
     changed = sorted(n for n in own if edit.before.own.get(n) != after.own.get(n))
-    named = tuple(name for name in changed if name != MODULE)
-    return replace(edit, patched=patched, changed=named or tuple(changed))
+    return tuple(name for name in changed if name != MODULE) or tuple(changed)
+
+
+def _other_ways(places: Sequence[Placed]) -> Iterator[list[Placed]]:
+    """Yield the places with one hunk where it fits as well, but further from its stated line."""
+    for index, placed in enumerate(places):
+        start = places[index - 1].end if index else 0
+        for other in placed.others:
+            if other.start >= start and all(other.end <= p.start for p in places[index + 1 :][:1]):
+                yield [*places[:index], other, *places[index + 1 :]]
+
+
+def _ambiguous(edit: Edit, places: Sequence[Placed], other: Sequence[Placed]) -> DiffError:
+    """Nothing tells these two places apart: in different symbols, the review would."""
+    one, two = next(pair for pair in zip(places, other, strict=True) if pair[0] != pair[1])
+    return DiffError(
+        f"hunk {one.hunk.number} fits two places of the same symbol of {edit.module}",
+        file=edit.name, line=one.hunk.line, found=f"lines {one.line}, {two.line}", expected="one",
+        remedy="give the hunk more context lines",
+    )  # fmt: skip

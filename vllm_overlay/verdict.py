@@ -262,7 +262,7 @@ def _unreviewed(
     yield from (_difference(row, tree) for row in rows if not row.equal)
     for edit in edits:
         reviewed = set(entry.get(edit.module, ()))
-        if edit.patched is not None and not reviewed:
+        if edit.changed and not reviewed:
             yield f"{edit.module}: no symbol of it was reviewed for vLLM {tree.release}"
             continue
         for symbol in edit.changed:

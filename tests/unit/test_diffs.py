@@ -166,13 +166,21 @@ def test_no_fuzz() -> None:
 TWICE = b"a\nb\nc\nX\nd\ne\nf\n" + b"-\n" * 20 + b"a\nb\nc\nX\nd\ne\nf\n" + b"-\n" * 4
 
 
-def test_a_hunk_with_two_places_is_refused_unless_its_line_says_which() -> None:
+def test_a_hunk_with_two_places_takes_the_nearest_as_git_does() -> None:
     last = TWICE[:-16].rindex(b"X")
     change = diff(TWICE, TWICE[:last] + b"Y" + TWICE[last + 1 :])
-    assert patched(TWICE, change).index(b"Y") == last
-    said = error(b"# shifted\n" + TWICE, change)
-    assert "hunk 1 matches vllm.a in 2 places; found lines 2, 29; expected one" in said
-    assert said.startswith("x.diff:3:")
+    for top in (b"", b"# shifted\n", b"# shifted\n" * 13):
+        assert patched(top + TWICE, change) == top + TWICE[:last] + b"Y" + TWICE[last + 1 :]
+    first_is_nearer = b"# shifted\n" * 14 + TWICE
+    assert patched(first_is_nearer, change).index(b"Y") == first_is_nearer.index(b"X")
+
+
+def test_two_places_equally_near_are_refused() -> None:
+    block = TWICE[:14]
+    old = b"0\n" * 14 + block + b"0\n" * 30
+    source = block + b"-\n" * 21 + block + b"-\n" * 9
+    said = error(source, diff(old, old.replace(b"X", b"Y")))
+    assert "hunk 1 matches vllm.a in 2 places equally well; found lines 1, 29; expected one" in said
 
 
 def test_the_order_of_hunks_decides_between_places() -> None:
@@ -195,14 +203,14 @@ def test_the_shift_of_its_neighbours_decides(at: int, neighbours: tuple[bytes, .
     assert patched(b"# shifted\n" + LONG, diff(LONG, changed)) == b"# shifted\n" + changed
 
 
-def test_neighbours_that_shifted_apart_do_not_decide() -> None:
+def test_of_neighbours_that_shifted_apart_the_nearer_decides() -> None:
     """The hunk fits where the one before it went, and where the one behind it went."""
     first = LONG.index(b"X")
     changed = (LONG[:first] + b"Y" + LONG[first + 1 :]).replace(b"head", b"HEAD")
     changed = changed.replace(b"tail", b"TAIL")
     moved = LONG.replace(b"=\ntail", b"=\n" * 28 + b"tail")  # by what lies between the places
-    assert patched(moved, diff(LONG, changed)).index(b"Y") == first  # where its own line says
-    assert "in 2 places; found lines 16, 43" in error(b"# new\n" + moved, diff(LONG, changed))
+    for top in (b"", b"# new\n"):
+        assert patched(top + moved, diff(LONG, changed)).index(b"Y") == len(top) + first
 
 
 def test_hunks_out_of_order_are_refused() -> None:
