@@ -14,9 +14,12 @@ from dataclasses import dataclass, field, replace
 
 from vllm_overlay import diffs
 from vllm_overlay.diffs import DiffError, FileDiff
+from vllm_overlay.errors import one_line
 
 LINKS = ("120000", "160000")  # the modes of a symbolic link and of a submodule
-_HUNK = re.compile(rb"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@")
+MAX_PARTS = 5000
+MAX_PROSE = 64 << 10  # bytes of mail and commit messages that are looked at
+_HUNK = re.compile(rb"@@ -\d{1,9}(?:,(\d{1,9}))? \+\d{1,9}(?:,(\d{1,9}))? @@")
 _HEADERS = re.compile(
     rb"(old mode|new mode|new file mode|deleted file mode|copy from|copy to|rename from|rename to"
     rb"|similarity index|dissimilarity index|index) (.*)"
@@ -72,13 +75,13 @@ class _Section:
 
 def read(text: bytes, name: str) -> PublicDiff:
     """Return a diff's parts in order. ``name`` is what errors call it. Raises DiffError."""
-    if len(text) > diffs.MAX_BYTES:
-        expected = f"at most {diffs.MAX_BYTES >> 20} MiB"
-        raise DiffError("the diff is too large", file=name, expected=expected)
     lines = [line + b"\n" for line in text.removesuffix(b"\n").split(b"\n")]
     sections, prose = _sections(lines, name)
     if not sections:
         raise DiffError("no unified diff found", file=name, expected="--- and +++ lines")
+    if len(sections) > MAX_PARTS:
+        expected = f"at most {MAX_PARTS}"
+        raise DiffError("the diff changes too many files", file=name, expected=expected)
     parts = tuple(_part(section, lines, name) for section in sections)
     return PublicDiff(parts, _subject(prose), _url(prose))
 
@@ -122,7 +125,7 @@ def _sections(lines: Sequence[bytes], name: str) -> tuple[list[_Section], bytes]
         else:
             prose.append(lines[at])
         at += 1
-    return found, b"".join(prose)
+    return found, b"".join(prose)[:MAX_PROSE]
 
 
 def _target(line: bytes) -> bool:
@@ -169,6 +172,8 @@ def _part(section: _Section, lines: Sequence[bytes], name: str) -> Part:
             new = None
     else:
         old, new = _paths(section, headers, name)
+    if "" in (old, new) or (old, new) == (None, None):
+        raise DiffError("the diff names no file", file=name, line=section.start + 1)
     kind = _kind(old, new, headers, diff is not None or section.binary)
     modes = [value for key, value in headers.items() if key.endswith("mode")]
     modes += headers.get("index", "").split()[1:]
@@ -233,12 +238,11 @@ def _subject(prose: bytes) -> str | None:
         text = str(email.header.make_header(email.header.decode_header(raw))) if raw else ""
     except (email.errors.MessageError, LookupError, UnicodeError, ValueError):
         return None
-    text = text.encode("utf-8", "replace").decode()
-    return " ".join(re.sub(r"^\s*\[PATCH[^\]]*\]", "", text).split()) or None
+    return one_line(" ".join(re.sub(r"^\s*\[PATCH[^\]]*\]", "", text).split())) or None
 
 
 def _url(prose: bytes) -> str | None:
     """Return the address of a pull request or commit that the text names, else its first one."""
-    found = [str(url).rstrip(".,;:") for url in _URL.findall(_text(prose))]
+    found = [one_line(url).rstrip(".,;:") for url in _URL.findall(_text(prose))]
     pages = [url for url in found if "/pull/" in url or "/commit/" in url]
     return next(iter(pages + found), None)

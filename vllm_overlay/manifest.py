@@ -78,12 +78,14 @@ def with_reviewed(text: str, release: str, entry: Entry) -> str:
     node = _child(root, "reviewed")
     if node is None:
         return _lines_added(text, len(text), block({"reviewed": {release: entry}}))
-    if _flows(node):
+    if isinstance(node, yaml.MappingNode) and _flows(node):
         everything = _plain(node)
         key = _same_release(everything, release)
         everything[key] = _merged(everything.get(key, {}), entry)
-        lines = "\n" + block(everything, STEP).removesuffix("\n")
-        return text[: node.start_mark.index] + lines + text[node.end_mark.index :]
+        lines = block(everything, STEP).removesuffix("\n")
+        start = node.start_mark.index
+        start, gap = (start, "\n") if node.flow_style else (text.rfind("\n", 0, start) + 1, "")
+        return text[:start] + gap + lines + text[_end(node) :]
     return _in_place(text, node, release, entry)
 
 

@@ -13,10 +13,9 @@ from typing import Any
 
 from vllm_overlay import difftext, gitdiff, manifest
 from vllm_overlay.border import raise_problems
-from vllm_overlay.diffs import MAX_BYTES
 from vllm_overlay.errors import ConfigError, ConfigErrors, UsageError, one_line
 from vllm_overlay.files import read_bytes
-from vllm_overlay.fix import MANIFEST, load_fix
+from vllm_overlay.fix import MANIFEST, MAX_CODE, load_fix
 from vllm_overlay.releases import find_tree
 from vllm_overlay.review import print_review
 from vllm_overlay.reviewed import Review, look
@@ -113,7 +112,7 @@ def _skeleton(name: str, folder: Path, tree: Tree) -> Made:
 
 
 def _from_diff(name: str, folder: Path, diff: Path, tree: Tree, home: Path) -> Made:
-    public = gitdiff.read(read_bytes(diff, MAX_BYTES), diff.name)
+    public = gitdiff.read(read_bytes(diff, MAX_CODE), diff.name)
     changes, left_out = difftext.changes(public, tree, diff.name)
     files: dict[str, bytes] = {}
     maps: dict[str, dict[str, str]] = {"modules": {}, "edits": {}}
@@ -135,8 +134,8 @@ def _from_diff(name: str, folder: Path, diff: Path, tree: Tree, home: Path) -> M
         what = "the diff changes nothing that a fix could"
         raise ConfigError(what, file=diff.name, found=_listed(left_out))
     facts = {
-        "summary": public.subject or f"Made from {diff.name}",
-        "source": public.url or diff.name,
+        "summary": public.subject or one_line(f"Made from {diff.name}"),
+        "source": public.url or one_line(diff.name),
         **{kind: entries for kind, entries in maps.items() if entries},
     }
     text = manifest.new(name, _flag(name), tree.release, facts)

@@ -14,7 +14,7 @@ from vllm_overlay.errors import ConfigError, UsageError, did_you_mean
 from vllm_overlay.fix import Fix, load_fix
 from vllm_overlay.recipe_format import is_name
 from vllm_overlay.releases import find_tree
-from vllm_overlay.sources import difference
+from vllm_overlay.sources import since_review
 from vllm_overlay.symbols import MODULE
 from vllm_overlay.upstream import Tree
 from vllm_overlay.verdict import Judged, judge, order, review_entry
@@ -134,11 +134,16 @@ def look(fixes: Sequence[Fix], tree: Tree, home: Path) -> Review:
             remedy="list what its hooks rely on under 'reviewed', with the digest \"00000000\"",
         )  # fmt: skip
     rows = [
-        Row(module, symbol, recorded.get(module, {}).get(symbol), digest)
-        for module, symbols in entry.items()
+        Row(module, symbol, _seen(recorded.get(module, {}).get(symbol)), digest)
+        for module, symbols in sorted(entry.items())
         for symbol, digest in symbols.items()
     ]
     return Review(fix, tree.version, tree.release, base, _explained(rows, base, tree, home))
+
+
+def _seen(digest: str | None) -> str | None:
+    """Return a recorded digest, None for the zeros that stand for one that is yet to be found."""
+    return digest if digest and digest.strip("0") else None
 
 
 def _add_surroundings(entry: dict[str, dict[str, str]], judged: Judged, tree: Tree) -> None:
@@ -176,8 +181,5 @@ def _explained(rows: Sequence[Row], base: str | None, tree: Tree, home: Path) ->
 def _with_diff(row: Row, old: Tree, tree: Tree) -> Row:
     if row.same or row.recorded is None:
         return row
-    if old.symbols(row.module).get(row.symbol) != row.recorded:
-        return replace(row, note=f"vLLM {old.version} as released has another digest, too")
-    lines = tuple(difference(old, tree, row.module, row.symbol))
-    note = None if lines else "the text is the same; the conditions that it stands under are not"
+    lines, note = since_review(old, tree, row.module, row.symbol, row.recorded)
     return replace(row, lines=lines, note=note)
