@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_overlay.evidence import with_evidence
 from vllm_overlay.fix import load_fixes
 from vllm_overlay.releases import find_tree
 from vllm_overlay.verdict import Judged, judge, order
@@ -45,4 +46,5 @@ def check_fixes(vllm: str | None, folder: Path, home: Path) -> Checked:
     """Judge the fixes in ``folder`` on a release, wheel, folder, or the installed vLLM."""
     tree = find_tree(vllm, home)
     fixes = order(list(load_fixes(folder).values()))
-    return Checked(tree.version, tree.root / "vllm", judge(fixes, tree))
+    judged = with_evidence(judge(fixes, tree), tree, home)
+    return Checked(tree.version, tree.root / "vllm", judged)

@@ -10,6 +10,7 @@ As for git, a hunk whose context is cut short stands at that end of the file.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
@@ -50,6 +51,12 @@ class Hunk:
     def reversed(self) -> Hunk:
         return replace(self, old_start=self.new_start, new_start=self.old_start,
                        old=self.new, new=self.old)  # fmt: skip
+
+    def text(self) -> list[str]:
+        """Return its lines for a reader, each with its mark and without its end."""
+        old, new = ([line.decode(errors="replace") for line in x] for x in (self.old, self.new))
+        lines = difflib.unified_diff(old, new, n=len(old) + len(new))
+        return [line.rstrip("\r\n") for line in list(lines)[3:]]
 
 
 @dataclass(frozen=True)

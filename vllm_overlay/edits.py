@@ -41,6 +41,7 @@ class Edit:
     patched: bytes | None = None
     changed: tuple[str, ...] = ()
     before: Symbols = NOTHING
+    diff: FileDiff | None = None
 
     @property
     def carried_hunks(self) -> tuple[HunkLook, ...]:
@@ -52,6 +53,11 @@ class Edit:
     def evidence(self) -> dict[str, Any]:
         """Return what was found, JSON-ready."""
         hunks = [vars(hunk) for hunk in self.hunks]
+        carried = [
+            {"number": hunk.number, "file_line": hunk.reverse, "text": text.text()}
+            for hunk, text in zip(self.hunks, self.diff.hunks if self.diff else (), strict=True)
+            if hunk in self.carried_hunks
+        ]
         return {
             "module": self.module,
             "diff": self.name,
@@ -59,6 +65,7 @@ class Edit:
             "applies_in_reverse": self.carried,
             "changed": list(self.changed),
             "hunks": hunks,
+            "carried": carried,
         }
 
 
@@ -122,7 +129,7 @@ def _placed(edit: Edit, diff: FileDiff, text: bytes, tree: Tree, reviewed: bool)
         )
         for index, hunk in enumerate(diff.hunks)
     )  # fmt: skip
-    edit = replace(edit, hunks=hunks)
+    edit = replace(edit, hunks=hunks, diff=diff)
     if edit.fits:
         return _applied(edit, diff, text, tree)
     torn = edit.carried_hunks and all(h.forward or h.reverse for h in hunks)

@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_overlay.checks import Checked
+from vllm_overlay.evidence import short
 from vllm_overlay.plan import Plan
 
 COLOURS = {"apply": "green", "off": "dim", "upstreamed": "cyan"}
@@ -43,7 +44,9 @@ def check_table(result: Checked) -> RenderableType:
     for heading in ("fix", "verdict", "why"):
         table.add_column(heading, overflow="fold")
     for item in result.judged:
-        table.add_row(item.fix.name, _verdict(item.verdict), Text("\n".join(item.reasons)))
+        why = Text("\n".join(item.reasons))
+        why.append("".join(f"\n{line}" for line in short(item)), "dim")
+        table.add_row(item.fix.name, _verdict(item.verdict), why)
     return table
 
 

@@ -27,6 +27,21 @@ def symbol_lines(tree: Tree, module: str, symbol: str) -> list[str] | None:
     return found or None
 
 
+def since_review(
+    old: Tree, new: Tree, module: str, symbol: str, recorded: str
+) -> tuple[tuple[str, ...], str | None]:
+    """Return the diff of a symbol from ``old``, the release whose digest was ``recorded``, to
+    ``new``; without one, also why there is none.
+
+    Raises ConfigError if a module does not parse.
+    """
+    if old.symbols(module).get(symbol) != recorded:
+        return (), f"vLLM {old.version} as released has another digest, too"
+    lines = tuple(difference(old, new, module, symbol))
+    why = "the text is the same; the conditions that it stands under are not"
+    return lines, None if lines else why
+
+
 def difference(old: Tree, new: Tree, module: str, symbol: str) -> list[str]:
     """Return a unified diff of a symbol's source in two trees; empty if they are the same text.
 

@@ -212,7 +212,7 @@ def _plain(value: Any) -> str:
 def _fields(node: ast.AST) -> list[tuple[str, Any]]:
     """Return the fields that count, without those that are empty on any Python."""
     found = []
-    for name in _field_names(type(node)):
+    for name in _field_names(type(node)):  # type: ignore[arg-type]  # a class is hashable
         value = getattr(node, name, None)
         if type(value) is list:
             if isinstance(node, ast.JoinedStr):
