@@ -20,8 +20,9 @@ def demo_model() -> None:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The demo recipe as a user gets it. Tests leave it as they found it."""
-    with serving("demo", tmp_path_factory.mktemp("server")) as running:
+    """The demo recipe, by a vLLM that refuses variables it does not know. Tests change nothing."""
+    home = tmp_path_factory.mktemp("server")
+    with serving("demo", home, "--fail-on-environ-validation") as running:
         yield running
 
 

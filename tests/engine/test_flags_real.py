@@ -37,6 +37,9 @@ for line in sys.stdin:
 """
 
 
+ENVIRONMENT = os.environ | {"VLLM_TARGET_DEVICE": "cpu"}  # as the demo's recipe sets it
+
+
 class RealParser:
     """vLLM's own serve parser in a process that stays."""
 
@@ -54,7 +57,7 @@ class RealParser:
 
 @pytest.fixture(scope="module")
 def real() -> Iterator[RealParser]:
-    environ = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
+    environ = ENVIRONMENT | {"VLLM_LOGGING_LEVEL": "ERROR"}
     with subprocess.Popen(
         [sys.executable, "-P", "-c", PARSE],
         stdin=subprocess.PIPE,
@@ -79,7 +82,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def table(tree: Tree, home: Path) -> ParserTable:
-    return parser_table(tree, home, os.environ)
+    return parser_table(tree, home, ENVIRONMENT)
 
 
 def defaults(real: RealParser) -> dict[str, Any]:
@@ -120,14 +123,14 @@ def test_options_are_told_for_what_they_are(
 def test_a_table_and_a_verdict_are_asked_of_vllm_only_once(
     tree: Tree, home: Path, table: ParserTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert check_argv("m", ["--port=9000"], tree, home, os.environ) == []
+    assert check_argv("m", ["--port=9000"], tree, home, ENVIRONMENT) == []
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     with pytest.raises(FileNotFoundError):
-        parser_table(tree, home, os.environ)
+        parser_table(tree, home, ENVIRONMENT)
     monkeypatch.undo()
     monkeypatch.setattr(subprocess, "run", None)
-    assert parser_table(tree, home, os.environ) == table
-    assert check_argv("m", ["--port=9000"], tree, home, os.environ) == []
+    assert parser_table(tree, home, ENVIRONMENT) == table
+    assert check_argv("m", ["--port=9000"], tree, home, ENVIRONMENT) == []
 
 
 # --- what is refused before vLLM starts, and what vLLM itself says ---
@@ -158,14 +161,14 @@ def test_a_value_that_only_vllm_can_judge(
     assert check_serve(serve, table) == []
     argv = to_argv(serve, table)
     assert real.parse(argv) == {"refused": True}
-    (error,) = check_argv("m", argv, tree, home, os.environ)
+    (error,) = check_argv("m", argv, tree, home, ENVIRONMENT)
     assert "vLLM refuses flag 'compilation-config'" in str(error)
     assert "NO_SUCH_MODE" in str(error)
 
 
 def test_flags_that_need_each_other(table: ParserTable, tree: Tree, home: Path) -> None:
     argv = to_argv({"enable-auto-tool-choice": True}, table)
-    (error,) = check_argv("m", argv, tree, home, os.environ)
+    (error,) = check_argv("m", argv, tree, home, ENVIRONMENT)
     assert "--enable-auto-tool-choice requires --tool-call-parser" in str(error)
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+STEPS = ["venv", "packages", "triton", "torch", "this checkout"]
+
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 sys.path.insert(0, str(TOOLS))
 
@@ -55,12 +57,12 @@ def failing(step: str, run: Callable[..., None]) -> Callable[..., None]:
 
 def test_the_second_call_does_nothing(steps: list[str], tmp_path: Path) -> None:
     first = env_tool.environment(tmp_path / "envs", "")
-    assert steps == ["venv", "packages", "torch", "this checkout"]
+    assert steps == STEPS
     assert env_tool.environment(tmp_path / "envs", "") == first
     assert len(steps) == 4
 
 
-@pytest.mark.parametrize("step", ["venv", "packages", "torch", "this checkout"])
+@pytest.mark.parametrize("step", STEPS)
 def test_half_an_environment_is_never_used(
     step: str, steps: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,7 +72,7 @@ def test_half_an_environment_is_never_used(
             env_tool.environment(tmp_path / "envs", "")
     failed = list(steps)
     env_tool.environment(tmp_path / "envs", "")
-    whole = ["venv", "packages", "torch", "this checkout"]
+    whole = STEPS
     assert steps[len(failed) :] == (["this checkout"] if step == "this checkout" else whole)
 
 
@@ -89,7 +91,7 @@ def test_a_changed_pth_line_is_installed_anew(steps: list[str], tmp_path: Path) 
     first = env_tool.environment(tmp_path / "envs", "")
     (env_tool.CHECKOUT / "vllm_overlay/activate/vllm_overlay.pth").write_text("import sys\n")
     assert env_tool.environment(tmp_path / "envs", "") == first
-    assert steps[4:] == ["this checkout"]
+    assert steps[len(STEPS) :] == ["this checkout"]
 
 
 def test_two_checkouts_share_the_packages_and_nothing_else(
@@ -99,7 +101,7 @@ def test_two_checkouts_share_the_packages_and_nothing_else(
     first = env_tool.environment(envs, "")
     monkeypatch.setattr(env_tool, "CHECKOUT", checkout(tmp_path / "two"))
     second = env_tool.environment(envs, "")
-    assert steps[4:] == ["this checkout"]
+    assert steps[len(STEPS) :] == ["this checkout"]
     for env in (first, second):
         assert (env / "bin/vllm").read_text() == f"#!{env}/bin/python\n"
         assert (env / "bin/vllm").stat().st_mode & 0o111
@@ -140,7 +142,7 @@ def test_two_makes_at_once_make_one(
     for thread in threads:
         thread.join(10)
     assert made[0] == made[1]
-    assert steps == ["venv", "packages", "torch", "this checkout"]
+    assert steps == STEPS
 
 
 def test_a_failed_step_shows_its_end_and_its_log(
