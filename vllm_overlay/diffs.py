@@ -233,8 +233,7 @@ def place(source: bytes, diff: FileDiff, name: str) -> list[Placed]:
     """Return the one place of every hunk in ``source``, in order. Raises DiffError."""
     if diff.binary or not diff.hunks:
         raise DiffError(f"the diff has no hunk for {diff.path}", file=diff.name)
-    starts = _line_starts(source)
-    rows = [_candidates(hunk, source, starts, diff) for hunk in diff.hunks]
+    rows = [_candidates(hunk, source, diff) for hunk in diff.hunks]
     for hunk, row in zip(diff.hunks, rows, strict=True):
         if not row:
             raise DiffError(
@@ -247,20 +246,11 @@ def place(source: bytes, diff: FileDiff, name: str) -> list[Placed]:
     return [_choose(index, rows, diff, name) for index in range(len(rows))]
 
 
-def _line_starts(source: bytes) -> list[int]:
-    starts, at = [0], source.find(b"\n") + 1
-    while at:
-        starts.append(at)
-        at = source.find(b"\n", at) + 1
-    return starts
-
-
-def _candidates(hunk: Hunk, source: bytes, starts: list[int], diff: FileDiff) -> list[Placed]:
+def _candidates(hunk: Hunk, source: bytes, diff: FileDiff) -> list[Placed]:
     """Return every place where the hunk's old lines stand, up to one over ``MAX_PLACES``."""
     block = b"".join(_lines(hunk.old, source, diff))
     if not block:  # an insertion without context: only an empty file has one place for it
         return [] if source else [Placed(hunk, 1, 0, 0)]
-    lines = {start: number for number, start in enumerate(starts, 1)}
     # Context cut short by an end of the file says that the hunk stands there, as git has it.
     at_end = not block.endswith(b"\n") or not hunk.trailing
     at_start = hunk.old_start <= 1 and hunk.leading < max(hunk.trailing, 1)
@@ -269,8 +259,9 @@ def _candidates(hunk: Hunk, source: bytes, starts: list[int], diff: FileDiff) ->
     while at >= 0 and len(found) <= MAX_PLACES:
         end = at + len(block)
         ends_well = end == len(source) if at_end else True
-        if at in lines and ends_well and not (at_start and at):
-            found.append(Placed(hunk, lines[at], at, end))
+        begins_well = not at or (source[at - 1 : at] == b"\n" and not at_start)
+        if begins_well and ends_well:
+            found.append(Placed(hunk, source.count(b"\n", 0, at) + 1, at, end))
         at = source.find(block, at + 1)
     return found
 
