@@ -163,6 +163,8 @@ def _receipt_reason(run: Run, process: Proc, receipt: Receipt | None) -> str | N
             return None
         why = "was started without the plan" if process.state == "without plan" else process.why
         return f"a vLLM process without a receipt ({why})"
+    if process.state == "without plan":  # exec keeps pid and start time, and so the receipt
+        return "was started without the plan; the receipt under its name is of what ran before it"
     if receipt.problem:
         return receipt.problem
     wrong = [f"{fix} is {receipt.state(fix)}" for fix in run.fixes if not _fine(receipt, fix)]

@@ -98,7 +98,9 @@ def _process(process: Proc, receipt: Receipt | None) -> dict[str, Any]:
         "environment": None,
         "fixes": {},
     }
-    if receipt is not None:
+    if receipt is not None and process.state == "without plan":
+        row["plan"] = receipt.plan  # the receipt is of what this process was before an exec
+    elif receipt is not None:
         row |= {
             "role": receipt.role,
             "rank": receipt.rank,

@@ -117,6 +117,23 @@ def test_a_program_that_imports_vllm_without_the_plan_is_noticed(
 
 
 @pytest.mark.usefixtures("engine")
+def test_a_receipt_from_before_an_exec_proves_nothing(node: Node, tmp_path: Path) -> None:
+    """exec keeps pid and start time: `python -S` may take the place of who wrote the receipt."""
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm/__init__.py").write_text("")
+    env = {"PYTHONPATH": str(tmp_path), **node.environ}
+    with program(BARE, "-S", "-c", f"import vllm; {READY}", env=env) as process:
+        node.see(process.pid)
+        node.write_receipt(process.pid)
+        (reason,) = check(node).reasons
+        assert reason.startswith(f"process {process.pid} ")
+        assert "was started without the plan" in reason
+        rows = {row["pid"]: row for row in status_rows(node.home, node.proc)["processes"]}
+    row = rows[process.pid]
+    assert (row["state"], row["fixes"], row["plan"]) == ("without plan", {}, node.digest)
+
+
+@pytest.mark.usefixtures("engine")
 def test_a_process_that_has_not_loaded_vllm_yet_owes_no_receipt(node: Node) -> None:
     with program(BARE, "-c", f"{READY}; import vllm", env=node.environ) as process:
         node.see(process.pid)
