@@ -21,7 +21,8 @@ from vllm_overlay.folders import FOLDER_VARIABLES
 from vllm_overlay.host import check_requires
 from vllm_overlay.inuse import hold
 from vllm_overlay.plan import Plan, fill_store, write_file, write_plan
-from vllm_overlay.resolve import CACHES, Resolution
+from vllm_overlay.recipe_format import CACHE_VARIABLES
+from vllm_overlay.resolve import Resolution
 
 DEFAULT_PORT = 8000  # vLLM's own
 PROOF = "import sys; sys.exit(0 if 'vllm_overlay.activate.finder' in sys.modules else 3)"
@@ -49,7 +50,7 @@ def prepare(resolution: Resolution, home: Path, environ: Mapping[str, str]) -> L
     fill_store(resolution.modules, home)
     plan_path = write_plan(plan, home)
     environment = child_environment(plan, plan_path, environ)
-    for name in CACHES:
+    for name in CACHE_VARIABLES:
         _make_folder(Path(plan.env[name]))
     _prove_activation(environment)
     _clean(plan.folder(home))

@@ -22,16 +22,11 @@ from vllm_overlay.parsertable import parser_table
 from vllm_overlay.patched import Modules, plan_modules
 from vllm_overlay.plan import Plan, PlannedFix
 from vllm_overlay.recipe import Recipe, load_recipe
+from vllm_overlay.recipe_format import CACHE_VARIABLES
 from vllm_overlay.selection import Chosen, choose
 from vllm_overlay.upstream import Tree, installed_tree
 from vllm_overlay.verdict import Judged, judge
 
-CACHES = {
-    "VLLM_CACHE_ROOT": "vllm",
-    "TRITON_CACHE_DIR": "triton",
-    "TORCHINDUCTOR_CACHE_DIR": "inductor",
-    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
-}
 Result = TypeVar("Result")
 # Fixes of these modules never run in the API server: vLLM's Rust front end may stand in for it.
 ENGINE_ONLY = ("vllm.model_executor.", "vllm.models.", "vllm.v1.worker.", "vllm.v1.attention.")
@@ -86,7 +81,7 @@ def resolve(request: Request) -> Resolution:
     errors += [error for item in judged for error in _verdict_errors(item)]
     errors += _check_frontend(judged, started)
     key = cache_key(tree, judged)
-    for name, kind in CACHES.items():
+    for name, kind in CACHE_VARIABLES.items():
         own = request.environ.get(name)
         environment[name] = f"{own}/{key}" if own else f"{folders.home}/caches/{key}/{kind}"
     modules = plan_modules(judged, tree)
