@@ -104,6 +104,7 @@ def test_what_is_there(tmp_path: Path) -> None:
     assert cache.bytes == sum(os.lstat(file).st_blocks * 512 for file in files) >= 9000
     assert found["store", "a"].plans == cache.plans
     assert found["cache", "o"].plans == ()
+    assert found["plan", "a"].elsewhere == ()
     assert time.time() - found["plan", "a"].last_used == pytest.approx(3 * DAY, abs=60)
     row = next(row for row in as_json(survey(tmp_path)) if row["name"] == "a" * 64)
     stamp = time.gmtime(found["plan", "a"].last_used)
@@ -170,10 +171,18 @@ def test_what_a_server_uses_stays(tmp_path: Path, how: str) -> None:
                 prune(tmp_path, 0)
             assert left(tmp_path) == everywhere("a", "b")
     assert not in_use(plan)
-    prune(tmp_path, 400 + 1)
+    prune(tmp_path, 300)
     assert "a" in left(tmp_path)["plans"], "its start just now counts as use"
     prune(tmp_path, 0)
     assert left(tmp_path) == everywhere()
+
+
+def test_a_server_that_started_long_ago_uses_its_plan_now(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path, "a")
+    with server(tmp_path, plan):
+        os.utime(plan / "lock", (0, 0))
+        (entry,) = [item for item in survey(tmp_path) if item.kind == "plan"]
+        assert entry.last_used == pytest.approx(time.time(), abs=60)
 
 
 def test_a_server_waits_for_a_removal(tmp_path: Path) -> None:

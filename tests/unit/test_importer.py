@@ -104,6 +104,18 @@ def test_a_checkpoint_becomes_a_variant(large: Made) -> None:
     }
 
 
+def test_what_only_the_default_checkpoint_has_is_removed(tmp_path: Path) -> None:
+    own = "  default:\n    extra_args: [--a, b]\n    extra_env: {C: d}\n"
+    menu = SMALL.replace("  default:\n", own).replace(
+        "    tp: 1\n", "    tp: 1\n  other: {tp: 2}\n"
+    )
+    made = Made(tmp_path, menu)
+    assert (made.recipe.serve["a"], made.recipe.env) == ("b", {"C": "d"})
+    other = made.variant("other")
+    assert other.serve == {"trust-remote-code": True, "tensor-parallel-size": 2}
+    assert other.env == {}
+
+
 def test_features_that_are_off_become_variants(large: Made) -> None:
     assert large.recipe.variants == (
         *("fp8", "fused", "spec_decoding-mtp", "spec_decoding-drafter", "long_context"),
@@ -239,6 +251,8 @@ def test_words_that_a_recipe_cannot_hold(tmp_path: Path, words: str, said: str) 
         ("[--a, '{{ not json }}']", {"a": "{{ not json }}"}),
         ("[--a, '007', --b, 1.10, --c, 'yes']", {"a": "007", "b": "1.10", "c": "yes"}),
         ("[--a, '']", {"a": ""}),
+        ("[--a, '0o17', --b, 1e3, --c, '~']", {"a": "0o17", "b": "1e3", "c": "~"}),
+        ('[--a, "x\\Ly"]', {"a": "x\u2028y"}),
         ("[--a, '{\"b\": 1}', --a.c.d, 'true', --a.e=f]",
          {"a": {"b": 1, "c": {"d": True}, "e": "f"}}),
         ("['--a=b c', '--d e f']", {"a": "b c", "d": "e f"}),
