@@ -178,7 +178,8 @@ def _fine(receipt: Receipt, fix: str) -> bool:
 def _required(run: Run) -> list[str]:
     """Return the roles that must live: those of every server, and those that this one had."""
     roles = ["engine-core"] if run.headless else ["api-server", "engine-core"]
-    seen = {r.role for r in read(run.folder) if r.start >= run.start and not r.problem}
+    mine = (r for r in read(run.folder) if r.host == os.uname().nodename and not r.problem)
+    seen = {r.role for r in mine if r.start >= run.start}  # no other host's clock counts
     return roles + sorted(seen & {"worker", "coordinator"})
 
 

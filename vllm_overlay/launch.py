@@ -21,6 +21,8 @@ from vllm_overlay.folders import FOLDER_VARIABLES
 from vllm_overlay.host import check_requires
 from vllm_overlay.inuse import hold
 from vllm_overlay.plan import Plan, fill_store, write_file, write_plan
+from vllm_overlay.processes import alive
+from vllm_overlay.receipts import NAME, of_this_host
 from vllm_overlay.recipe_format import CACHE_VARIABLES
 from vllm_overlay.resolve import Resolution
 
@@ -130,16 +132,26 @@ def _prove_activation(environment: Mapping[str, str]) -> None:
 
 
 def _clean(folder: Path) -> None:
-    """Remove failures of earlier starts, and what dead processes of this host left."""
-    shutil.rmtree(folder / "failures", ignore_errors=True)
-    for path in [*folder.glob("receipts/*.json"), *folder.glob("runs/*.json")]:
+    """Remove this host's failures of earlier starts, and what its dead processes left.
+
+    Other hosts may share the folder: theirs is theirs. Raises ConfigError where it is read-only.
+    """
+    dead = [
+        path
+        for path in [*folder.glob("receipts/*.json"), *folder.glob("runs/*.json")]
+        if (match := NAME.fullmatch(path.name)) and not alive(int(match[1]), int(match[2]))
+    ]
+    for path in [*folder.glob("failures/*.json"), *dead]:
         try:
-            record = json.loads(path.read_text())
-            alive = process_key(record["pid"]) == (record["pid"], record["start"])
-        except (OSError, ValueError, KeyError, IndexError):
-            alive = False
-        if not alive:
-            path.unlink(missing_ok=True)
+            if of_this_host(path):
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                "what an earlier start left cannot be removed",
+                file=path,
+                found=error.strerror,
+                remedy="make the state folder writable, or name another with VLLM_OVERLAY_HOME",
+            ) from None
 
 
 def _write_run(plan: Plan, home: Path) -> None:

@@ -1,8 +1,12 @@
-"""Reads what the processes of a plan wrote: receipts and failures."""
+"""Reads what the processes of a plan wrote: receipts and failures.
+
+Several hosts may share the folder. A record without ``host`` counts as this host's.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -62,19 +66,34 @@ def read(plan_dir: Path) -> list[Receipt]:
 
 
 def read_failures(plan_dir: Path) -> list[Failure]:
-    """Return the failures under ``plan_dir``, by start time."""
+    """Return this host's failures under ``plan_dir``, by start time."""
     found = []
     for path in _files(plan_dir / "failures"):
         pid, start = _named(path)
         try:
             record = json.loads(path.read_bytes())
+            if not _here(record):
+                continue
             line = str(record["line"])
         except FileNotFoundError:
             continue
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             line = f"{path} cannot be read: {type(error).__name__}: {error}"
         found.append(Failure(pid, start, line))
     return sorted(found, key=lambda failure: (failure.start, failure.pid))
+
+
+def of_this_host(path: Path) -> bool:
+    """Return whether a record is this host's, as far as it can be read."""
+    try:
+        return _here(json.loads(path.read_bytes()))
+    except (OSError, ValueError, AttributeError):
+        return True
+
+
+def _here(record: dict[str, Any]) -> bool:
+    host = os.uname().nodename
+    return bool(record.get("host", host) == host)
 
 
 def _files(folder: Path) -> Iterator[Path]:

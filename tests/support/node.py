@@ -107,7 +107,7 @@ class Node:
                 self.write_receipt(process.pid, **changed)
             yield process.pid
 
-    def write_receipt(self, pid: int, **changed: Any) -> Path:
+    def write_receipt(self, pid: int, /, **changed: Any) -> Path:
         """Write what activation would write for that process."""
         pid, start = process_key(pid)
         title = process_title(pid)
@@ -164,10 +164,11 @@ class Node:
         write_atomic(str(path), record)
         return path
 
-    def write_failure(self, pid: int, start: int, line: str) -> None:
+    def write_failure(self, pid: int, start: int, line: str, **more: str) -> Path:
         """Write what activation leaves when it ends a process."""
         path = self.folder / "failures" / f"{pid}-{start}.json"
-        write_atomic(str(path), {"schema": 1, "pid": pid, "start": start, "line": line})
+        write_atomic(str(path), {"schema": 1, "pid": pid, "start": start, "line": line, **more})
+        return path
 
 
 def run_of(node: Node) -> Run:

@@ -214,6 +214,16 @@ def test_a_refused_process_is_noticed_and_an_earlier_run_s_is_not(node: Node, en
 
 
 @pytest.mark.usefixtures("engine")
+def test_what_another_host_left_in_a_shared_folder_is_its_own(node: Node) -> None:
+    pid, start = process_key()
+    later = start * 2  # its clock is its own
+    path = node.write_receipt(pid, start=later, host="another-node", role="coordinator")
+    path.rename(path.with_name(f"{pid}-{later}.json"))
+    node.write_failure(8, later, "of another node", host="another-node")
+    assert check(node).reasons == ()
+
+
+@pytest.mark.usefixtures("engine")
 def test_a_child_between_fork_and_receipt_is_given_time(node: Node) -> None:
     with node.process("VLLM::Worker_TP1", receipt=False) as pid:
         timer = threading.Timer(0.2, node.write_receipt, (pid,))

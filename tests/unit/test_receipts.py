@@ -99,6 +99,12 @@ def test_the_state_of_a_fix_is_that_of_its_modules(modules: dict[str, Any], stat
     assert receipt.state("nothing") == "absent"
 
 
+def test_a_failure_of_another_host_is_not_this_host_s(node: Node) -> None:
+    node.write_failure(5, 20, "said why", host="another-node")
+    node.write_failure(6, 20, "here", host=os.uname().nodename)
+    assert [failure.line for failure in read_failures(node.folder)] == ["here"]
+
+
 def test_a_failure_is_read_even_if_it_is_corrupt(node: Node) -> None:
     node.write_failure(5, 20, "said why")
     (node.folder / "failures/6-10.json").write_text("{")
