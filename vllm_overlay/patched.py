@@ -38,17 +38,18 @@ def plan_modules(judged: Sequence[Judged], tree: Tree) -> Modules:
     for item in judged:
         if item.verdict != "apply":
             continue
+        after = _predecessors(item.fix, {other.fix.name: other.fix for other in judged})
         for name, file in item.fix.modules.items():
             entry = _entry(modules.entries, name, tree, added=file)
             entry["source"] = {"file": str(file), "sha256": sha256(file.read_bytes())}
-            entry["fixes"].append(_step(item.fix, "module", file))
+            entry["fixes"].append(_step(item.fix, "module", file, after))
         for name, file in item.fix.edits.items():
             entry = _entry(modules.entries, name, tree)
-            entry["fixes"].append(_step(item.fix, "edit", file))
+            entry["fixes"].append(_step(item.fix, "edit", file, after))
             texts[name] = item.patched[name]  # the last edit's text has the earlier ones in it
         for name, hook in item.fix.hooks.items():
             entry = _entry(modules.entries, name, tree)
-            entry["fixes"].append(_step(item.fix, "hook", hook.file, hook.function))
+            entry["fixes"].append(_step(item.fix, "hook", hook.file, after, hook.function))
     for name, text in texts.items():
         _store(modules, modules.entries[name], text, tree)
     return modules
@@ -56,7 +57,10 @@ def plan_modules(judged: Sequence[Judged], tree: Tree) -> Modules:
 
 def _store(modules: Modules, entry: dict[str, Any], text: bytes, tree: Tree) -> None:
     parts = [entry["original"], sha256(text)]
-    neighbours = _neighbours(tree.root, entry["path"]) if _uses_file(text) else {}
+    # A package's place is looked at from elsewhere too: Path(vllm.__file__).parent.
+    neighbours = (
+        _neighbours(tree.root, entry["path"]) if entry["package"] or _uses_file(text) else {}
+    )
     if neighbours:
         parts.append(str(tree.root))  # the links lead there
     folder = f"store/{sha256(chr(10).join(parts).encode())}"
@@ -85,6 +89,18 @@ def _neighbours(root: Path, path: str) -> Mapping[str, Path]:
     return found
 
 
+def _predecessors(fix: Fix, known: Mapping[str, Fix]) -> list[str]:
+    """Return the fixes that this one may build upon: those of `after`, and theirs."""
+    found: set[str] = set()
+    left = list(fix.after)
+    while left:
+        name = left.pop()
+        if name not in found and name in known:
+            found.add(name)
+            left += known[name].after
+    return sorted(found)
+
+
 def _entry(
     entries: dict[str, dict[str, Any]], name: str, tree: Tree, added: Path | None = None
 ) -> dict[str, Any]:
@@ -101,7 +117,9 @@ def _entry(
     return entries[name]
 
 
-def _step(fix: Fix, kind: str, file: Path, function: str | None = None) -> dict[str, Any]:
+def _step(
+    fix: Fix, kind: str, file: Path, after: Sequence[str], function: str | None = None
+) -> dict[str, Any]:
     digest = sha256(file.read_bytes())
     return {
         "fix": fix.name,
@@ -109,4 +127,5 @@ def _step(fix: Fix, kind: str, file: Path, function: str | None = None) -> dict[
         "file": str(file),
         "sha256": digest,
         "function": function,
+        "after": after,
     }

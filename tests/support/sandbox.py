@@ -44,6 +44,7 @@ class Sandbox:
     home: Path
     modules: dict[str, dict[str, Any]] = field(default_factory=dict)
     fixes: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    after: dict[str, list[str]] = field(default_factory=dict)  # the fixes that one may build upon
     plan_path: Path | None = None
 
     @property
@@ -115,7 +116,14 @@ class Sandbox:
         digest: str = "",
         function: str | None = None,
     ) -> None:
-        step = {"fix": fix, "kind": kind, "file": file, "sha256": digest, "function": function}
+        step: dict[str, Any] = {
+            "fix": fix,
+            "kind": kind,
+            "file": file,
+            "sha256": digest,
+            "function": function,
+        }
+        step["after"] = self.after.get(fix, [])
         self.modules[module]["fixes"].append(step)
         self.fixes.setdefault(fix, []).append({"kind": kind, "module": module, "symbols": []})
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import signal
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -123,31 +124,65 @@ def test_process_killed_while_it_writes_leaves_no_receipt(sandbox: Sandbox) -> N
     assert run.returncode == 0 and len(sandbox.receipts()) == 1
 
 
+def as_main(sandbox: Sandbox, code: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a process that left word of itself beside the plan, as `serve` does."""
+    assert sandbox.plan_path is not None
+    start = (
+        "import os, pathlib\n"
+        "from vllm_overlay.activate.receipt import process_key\n"
+        f"pid, start = process_key(); folder = pathlib.Path({str(sandbox.plan_path.parent)!r})\n"
+        "(folder / 'runs').mkdir(exist_ok=True)\n"
+        "(folder / 'runs' / f'{pid}-{start}.json').write_text('{}')\n"
+        f"os.environ['VLLM_OVERLAY_PLAN'] = {str(sandbox.plan_path)!r}\n"
+        f"os.execv({sandbox.python!r}, [{sandbox.python!r}, '-c', {code!r}])"
+    )
+    return sandbox.code(start, plan=False)
+
+
 def test_main_process_leaves_with_78_when_a_child_was_refused(sandbox: Sandbox) -> None:
     sandbox.hook("bad-hook", "vllm.sampler", "def install(m): return {}")
-    plan = sandbox.write()
+    sandbox.write()
     # As vLLM does: the child ends, the parent turns that into status 1.
     main = (
         "import subprocess, sys\n"
         "run = subprocess.run([sys.executable, '-c', 'import vllm.sampler'])\n"
-        "raise SystemExit(1 if run.returncode else 0)"
+        "print('said'); raise SystemExit(1 if run.returncode else 0)"
     )
     assert sandbox.code(main).returncode == 1  # not the main process: no run record
-    record = (
-        "import json, os, pathlib\n"
-        "from vllm_overlay.activate.receipt import process_key\n"
-        f"pid, start = process_key(); folder = pathlib.Path({str(plan.parent)!r}) / 'runs'\n"
-        "folder.mkdir(exist_ok=True); (folder / f'{pid}-{start}.json').write_text('{}')\n"
-        f"os.environ['VLLM_OVERLAY_PLAN'] = {str(plan)!r}\n"
-        f"os.execv({sandbox.python!r}, [{sandbox.python!r}, '-c', {main!r}])"
+    run = as_main(sandbox, main)
+    assert (run.returncode, run.stdout) == (78, "said\n"), run.stderr
+
+
+def test_a_failure_of_an_earlier_start_does_not_count(sandbox: Sandbox) -> None:
+    plan = sandbox.write()
+    (plan.parent / "failures").mkdir()
+    (plan.parent / "failures" / "1-1.json").write_text("{}")
+    assert as_main(sandbox, "print('fine')").returncode == 0
+
+
+def test_main_process_that_is_refused_ends_its_children(sandbox: Sandbox) -> None:
+    """vLLM's EngineCore does not watch its parent, and would keep its memory."""
+    sandbox.hook("bad-hook", "vllm.sampler", "def install(m): return {}")
+    sandbox.write()
+    main = (
+        "import signal, subprocess, sys\n"
+        "wait = 'import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);'\n"
+        "wait += 'print(flush=True); time.sleep(600)'\n"
+        "child = subprocess.Popen([sys.executable, '-c', wait], stdout=subprocess.PIPE)\n"
+        "child.stdout.readline(); print(child.pid, flush=True)\n"
+        "import vllm.sampler"
     )
-    run = sandbox.code(record, plan=False)
+    run = as_main(sandbox, main)
     assert run.returncode == 78, run.stderr
-    (failure,) = [
-        json.loads(path.read_text())
-        for path in sorted((plan.parent / "failures").glob("*.json"))[-1:]
-    ]
-    assert "bad-hook" in failure["line"]
+    assert not alive(int(run.stdout))
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that nobody has waited for yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_environment_digest_counts_what_matters_and_no_secret() -> None:

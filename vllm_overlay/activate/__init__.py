@@ -48,23 +48,11 @@ def start() -> None:
     from vllm_overlay.activate.state import State
 
     state = State(path, read_plan(path))
-    failure.recorder = state.record_failure
+    failure.on_failure.append(state.record_failure)
     os.register_at_fork(after_in_child=state.after_fork)
-    if main_process(state.folder):
-        import atexit
+    if state.is_main():
+        from vllm_overlay.activate.family import lead
 
-        atexit.register(state.exit_status)
+        lead(state)
     sys.meta_path.insert(0, Finder(state))
     _started = path
-
-
-def main_process(folder: str) -> bool:
-    """Whether `vllm-overlay serve` became this process: it left word of it beside the plan."""
-    return any(name.startswith(f"{os.getpid()}-") for name in _names(f"{folder}/runs"))
-
-
-def _names(folder: str) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return []

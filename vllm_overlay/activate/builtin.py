@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -49,17 +50,37 @@ def follow_titles(module: ModuleType, state: State) -> None:
     module.setproctitle = setproctitle  # type: ignore[attr-defined]
 
 
+def leave_alone(module: ModuleType, state: State) -> None:
+    """vLLM's own package: watched for its first import alone."""
+
+
 BUILTIN: dict[str, Callable[[ModuleType, State], None]] = {
+    "vllm": leave_alone,
     "vllm.envs": register_variables,
     "setproctitle": follow_titles,
 }
 
 
+def before_vllm(origin: str | None, state: State) -> None:
+    """Check, before vLLM's package runs, that it is the plan's; from now on a receipt is owed."""
+    expected = f"{state.plan['vllm']['path']}/__init__.py"
+    if origin is None or os.path.realpath(origin) != os.path.realpath(expected):
+        refuse(
+            "this is another vLLM than the plan's",
+            module="vllm",
+            expected=expected,
+            found=origin or "a vllm folder without source",
+            remedy="unset PYTHONPATH, or remove the folder that shadows the installed vLLM",
+        )
+    state.first_import()
+
+
 class Observer:
     """Leaves a module as it is, and lets the overlay's own function see it once it has run."""
 
-    def __init__(self, loader: Any, name: str, state: State) -> None:
+    def __init__(self, loader: Any, origin: str | None, name: str, state: State) -> None:
         self._loader = loader
+        self._origin = origin
         self._name = name
         self._state = state
 
@@ -71,6 +92,8 @@ class Observer:
         return module
 
     def exec_module(self, module: ModuleType) -> None:
+        if self._name == "vllm":
+            before_vllm(self._origin, self._state)
         self._loader.exec_module(module)
         try:
             BUILTIN[self._name](module, self._state)

@@ -39,3 +39,22 @@ def _same(found: Any, expected: Any) -> bool:
         return True
     # A function put into a class as a class or static method is found in its wrapper.
     return isinstance(expected, FunctionType) and getattr(found, "__func__", None) is expected
+
+
+class Before:
+    """What a module held before a hook: its names, and those of its classes and dicts."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._names = dict(vars(module))
+        self._inner = {
+            name: dict(value if isinstance(value, dict) else vars(value))
+            for name, value in self._names.items()
+            if isinstance(value, dict | type)
+        }
+
+    def value(self, dotted: str) -> object:
+        """Return what stood under a dotted name; for what was not there, a new object."""
+        name, _, rest = dotted.partition(".")
+        if not rest:
+            return self._names.get(name, object())
+        return self._inner.get(name, {}).get(rest, object())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 
 TYPE_CHECKING = False  # importing typing costs more than the rest of the start
 if TYPE_CHECKING:
@@ -12,8 +11,9 @@ if TYPE_CHECKING:
 
 EXIT_CONFIG = 78
 
-# Set once the plan is read: records the failure beside the plan, for `status` and `health`.
-recorder: Callable[[str], None] | None = None
+# What else happens at a failure: it is recorded beside the plan, and the main process ends its
+# children, which vLLM would have done on its own way out.
+on_failure: list[Callable[[str], None]] = []
 
 
 def refuse(
@@ -28,28 +28,23 @@ def refuse(
     """End this process with status 78 and one line: fix, module, expected, found, remedy.
 
     ``os._exit`` and not an exception: vLLM wraps imports in ``except ImportError`` and
-    ``except Exception``, and would go on without the patch.
+    ``except Exception``, and would go on without the patch. Nothing on the way may raise, and
+    nothing is flushed: a full pipe would keep the process.
     """
-    named = (
-        ("fix", fix),
-        ("module", module),
-        ("expected", expected),
-        ("found", found),
-        ("remedy", remedy),
-    )
-    parts = [what, *(f"{name}: {value}" for name, value in named if value is not None)]
-    text = "; ".join(parts)
-    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     try:
-        if recorder is not None:
-            recorder(line)
+        named = (
+            ("fix", fix),
+            ("module", module),
+            ("expected", expected),
+            ("found", found),
+            ("remedy", remedy),
+        )
+        text = "; ".join(
+            [what, *(f"{name}: {value}" for name, value in named if value is not None)]
+        )
+        line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+        os.write(2, f"vllm-overlay: pid {os.getpid()}: {line}\n".encode(errors="replace"))
+        for act in on_failure:
+            act(line)
     finally:
-        try:
-            sys.stdout.flush()
-            sys.stderr.flush()
-        except (OSError, ValueError, AttributeError):
-            pass  # the streams may be closed or missing; the line goes to the descriptor
-        try:
-            os.write(2, f"vllm-overlay: pid {os.getpid()}: {line}\n".encode())
-        finally:
-            os._exit(EXIT_CONFIG)
+        os._exit(EXIT_CONFIG)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from vllm_overlay.activate.failure import refuse
 
 TYPE_CHECKING = False  # importing typing costs more than the rest of the start
@@ -31,6 +33,8 @@ class Finder:
         if fullname.partition(".")[0] not in ("vllm", "setproctitle"):
             return None
         try:
+            if sys.meta_path[0] is not self:
+                self._return_to_front()
             if self._specs is None:
                 from vllm_overlay.activate.specs import Specs
 
@@ -38,3 +42,7 @@ class Finder:
             return self._specs.find(fullname, path, target)
         except Exception as error:
             refuse("the overlay cannot find a module", module=fullname, found=repr(error))
+
+    def _return_to_front(self) -> None:
+        """vLLM puts finders of its own first; behind one, the plan could be passed by."""
+        sys.meta_path[:] = [self, *(item for item in sys.meta_path if item is not self)]

@@ -12,7 +12,8 @@ from typing import Any
 
 from vllm_overlay.activate.builtin import BUILTIN, Observer
 from vllm_overlay.activate.failure import refuse
-from vllm_overlay.activate.loader import REINSTALL, Loader
+from vllm_overlay.activate.files import REINSTALL
+from vllm_overlay.activate.loader import Loader
 from vllm_overlay.activate.state import State
 
 
@@ -22,7 +23,7 @@ class Specs:
     def __init__(self, state: State, finder: object) -> None:
         self.state = state
         self.modules: dict[str, Mapping[str, Any]] = state.plan["modules"]
-        self.names = frozenset(self.modules) | frozenset(BUILTIN) | {"vllm"}
+        self.names = frozenset(self.modules) | frozenset(BUILTIN)
         self._finder = finder
 
     def find(
@@ -33,13 +34,10 @@ class Specs:
             return None
         entry = self.modules.get(fullname)
         original = self._original(fullname, path, target)
-        if fullname == "vllm":
-            self._check_place(original)
-            self.state.first_import()
         if entry is None:
-            if original is None or fullname not in BUILTIN:
+            if original is None:
                 return None
-            original.loader = Observer(original.loader, fullname, self.state)  # type: ignore[assignment]
+            original.loader = Observer(original.loader, original.origin, fullname, self.state)  # type: ignore[assignment]
             return original
         if entry["original"] is None:
             return self._added(fullname, entry, original)
@@ -57,19 +55,6 @@ class Specs:
             if spec is not None:
                 return spec
         return None
-
-    def _check_place(self, original: ModuleSpec | None) -> None:
-        """vLLM must be the one that the plan was resolved against, not one that shadows it."""
-        expected = f"{self.state.plan['vllm']['path']}/__init__.py"
-        found = original.origin if original else None
-        if found is None or os.path.realpath(found) != os.path.realpath(expected):
-            refuse(
-                "this is another vLLM than the plan's",
-                module="vllm",
-                expected=expected,
-                found=found or "no vllm package that has source",
-                remedy="unset PYTHONPATH, or remove the folder that shadows the installed vLLM",
-            )
 
     def _added(
         self, fullname: str, entry: Mapping[str, Any], original: ModuleSpec | None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from _thread import RLock
 
-from vllm_overlay.activate import failure
 from vllm_overlay.activate.failure import refuse
 
 TYPE_CHECKING = False  # importing typing costs more than the rest of the start
@@ -38,6 +38,19 @@ class State:
             self._plan = plan
         return self._plan
 
+    def is_main(self) -> bool:
+        """Whether `vllm-overlay serve` became this process: it left word of it beside the plan."""
+        try:
+            names = os.listdir(f"{self.folder}/runs")
+        except OSError:
+            return False
+        if not any(name.startswith(f"{os.getpid()}-") for name in names):
+            return False
+        from vllm_overlay.activate.receipt import process_key
+
+        pid, start = process_key()
+        return f"{pid}-{start}.json" in names
+
     def mark(self, *pairs: tuple[str, str]) -> None:
         """Record applied (fix, module) pairs, and rewrite this process's receipt."""
         with self.lock:
@@ -51,6 +64,7 @@ class State:
         with self.lock:
             if not self.vllm_imported:
                 return
+            self._look_for_strays()
             try:
                 write_receipt(self.folder, self.plan, self.applied)
             except OSError as error:
@@ -59,6 +73,24 @@ class State:
                     expected=f"a writable folder {self.folder}/receipts with free space",
                     found=error,
                     remedy="make the state folder writable and free space in it",
+                )
+
+    def _look_for_strays(self) -> None:
+        """End the process if a module of the plan was loaded past the plan's loader."""
+        from vllm_overlay.activate.loader import Loader
+
+        for name, entry in self.plan["modules"].items():
+            spec = getattr(sys.modules.get(name), "__spec__", None)
+            if spec is None or getattr(spec, "_initializing", False):
+                continue  # not imported, or on its way
+            if not isinstance(spec.loader, Loader):
+                refuse(
+                    "a module of the plan was imported without it",
+                    fix=entry["fixes"][0]["fix"],
+                    module=name,
+                    expected="the overlay's loader",
+                    found=spec.loader,
+                    remedy="find what puts itself before the overlay on sys.meta_path",
                 )
 
     def first_import(self) -> None:
@@ -82,21 +114,9 @@ class State:
 
         pid, start = process_key()
         plan = os.path.basename(self.folder)
-        record = {"schema": 1, "pid": pid, "start": start, "plan": plan, "line": line}
+        record = {"schema": 1, "host": os.uname().nodename, "pid": pid, "start": start}
+        record |= {"plan": plan, "line": line}
         try:
             write_atomic(f"{self.folder}/failures/{pid}-{start}.json", record)
         except OSError:
-            pass  # the line itself still goes to standard error
-
-    def exit_status(self) -> None:
-        """Leave the main process with 78 if one of its processes was refused.
-
-        vLLM turns the end of a worker or of EngineCore into status 1, and a supervisor must be
-        able to tell a refused configuration from a crash.
-        """
-        try:
-            refused = bool(os.listdir(f"{self.folder}/failures"))
-        except OSError:
-            return
-        if refused:
-            os._exit(failure.EXIT_CONFIG)
+            pass  # the line itself is on standard error

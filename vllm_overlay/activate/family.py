@@ -1,0 +1,91 @@
+"""What the main process owes its children, and a supervisor: it is the one that `serve` became."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import time
+
+from vllm_overlay.activate import failure
+from vllm_overlay.activate.receipt import process_key
+from vllm_overlay.activate.state import State
+
+GRACE = 5.0  # seconds between SIGTERM and SIGKILL
+
+
+def lead(state: State) -> None:
+    """Make this process end its children if it is refused, and tell if one of them was."""
+    pid, start = process_key()
+
+    def leave() -> None:
+        if os.getpid() == pid and refused_since(state.folder, start):
+            try:
+                sys.stdout.flush()
+                sys.stderr.flush()
+            finally:
+                os._exit(failure.EXIT_CONFIG)
+
+    def end(line: str) -> None:
+        if os.getpid() == pid:
+            end_children()
+
+    # vLLM turns the end of a worker or of EngineCore into status 1, and a supervisor must be able
+    # to tell a refused configuration from a crash.
+    atexit.register(leave)
+    failure.on_failure.append(end)
+
+
+def refused_since(folder: str, start: int) -> bool:
+    """Whether a process that began at ``start`` (clock ticks since boot) or later was refused."""
+    try:
+        names = os.listdir(f"{folder}/failures")
+    except OSError:
+        return False
+    starts = [name.removesuffix(".json").partition("-")[2] for name in names]
+    return any(item.isdecimal() and int(item) >= start for item in starts)
+
+
+def end_children() -> None:
+    """End every process below this one: vLLM's EngineCore does not watch its parent."""
+    family = descendants(os.getpid())
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for pid, start in family:
+            try:
+                if process_key(pid)[1] == start:
+                    os.kill(pid, number)
+            except (OSError, ValueError, IndexError):
+                continue  # gone by now
+        deadline = time.monotonic() + GRACE
+        while family and time.monotonic() < deadline:
+            family = [item for item in family if _alive(*item)]
+            time.sleep(0.05)
+
+
+def descendants(root: int) -> list[tuple[int, int]]:
+    """Return (pid, start) of every process below ``root``."""
+    parents: dict[int, tuple[int, int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            try:
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    fields = file.read().rpartition(b")")[2].split()
+            except OSError:
+                continue
+            parents[int(name)] = (int(fields[1]), int(fields[19]))
+    found: list[tuple[int, int]] = []
+    below = {root}
+    while below:
+        below = {pid for pid, (parent, _) in parents.items() if parent in below}
+        found += [(pid, parents[pid][1]) for pid in below]
+    return found
+
+
+def _alive(pid: int, start: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return False
+    return int(fields[19]) == start and fields[0] != b"Z"
