@@ -27,6 +27,7 @@ from vllm_overlay.recipe_format import CACHE_VARIABLES
 from vllm_overlay.resolve import Resolution
 
 DEFAULT_PORT = 8000  # vLLM's own
+MAX_PORT = 65535
 PROOF = "import sys; sys.exit(0 if 'vllm_overlay.activate.finder' in sys.modules else 3)"
 
 
@@ -45,7 +46,7 @@ def prepare(resolution: Resolution, home: Path, environ: Mapping[str, str]) -> L
     be known by then.
     """
     plan = resolution.plan
-    raise_all([*resolution.errors, *check_requires(plan.requires), *_check_port(plan)])
+    raise_all([*resolution.errors, *check_requires(plan.requires), *_check_address(plan)])
     command = (sys.executable, _vllm_script(), "serve", *resolution.argv)
     hold(home, while_serving=False)
     hold(plan.folder(home), while_serving=True)
@@ -73,26 +74,42 @@ def child_environment(plan: Plan, plan_path: Path, environ: Mapping[str, str]) -
     return {**kept, **plan.env, PLAN_VARIABLE: str(plan_path)}
 
 
-def _check_port(plan: Plan) -> list[ConfigError]:
-    """A port in use ends vLLM only after the model has loaded: look before."""
-    if plan.serve.get("headless") or plan.serve.get("uds"):
+def _check_address(plan: Plan) -> list[ConfigError]:
+    """Refuse where no server can listen, or where `health` would not find it.
+
+    vLLM would say so too, but only after the model has loaded.
+    """
+    if plan.serve.get("headless"):
         return []
-    host, port = str(plan.serve.get("host") or ""), int(plan.serve.get("port") or DEFAULT_PORT)
+    if plan.serve.get("uds"):
+        what = "the serve flag 'uds' is not taken: health and smoke reach the server over TCP"
+        return [ConfigError(what, remedy="remove it, and give 'host' and 'port'")]
+    host, port = str(plan.serve.get("host") or ""), _port(plan)
+    if not 1 <= port <= MAX_PORT:
+        what = f"the port {port} cannot be served on"
+        if port == 0:
+            what = "the port 0 lets the system choose, and health would not know which"
+        remedy = "give another: `-- --port NUMBER`"
+        return [ConfigError(what, expected=f"1 to {MAX_PORT}", remedy=remedy)]
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: a name that cannot be a host's
         return [
             ConfigError(
                 f"port {port} on {host or 'all addresses'} cannot be used",
-                found=error.strerror,
+                found=getattr(error, "strerror", None) or error,
                 expected="a free port",
                 remedy="stop what listens there, or give another: `-- --port NUMBER`",
             )
         ]
     return []
+
+
+def _port(plan: Plan) -> int:
+    return int(plan.serve.get("port", DEFAULT_PORT))
 
 
 def _vllm_script() -> str:
@@ -164,7 +181,7 @@ def _write_run(plan: Plan, home: Path) -> None:
         "start": start,
         "plan": plan.digest,
         "bind_host": plan.serve.get("host"),
-        "port": int(plan.serve.get("port") or DEFAULT_PORT),
+        "port": _port(plan),
         "served_model": plan.served_model,
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "recipe": plan.recipe["name"],

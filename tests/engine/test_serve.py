@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.support.fixes import write_fix, write_recipe
-from tests.support.serving import COMMAND, Server, chat, environment, serving
+from tests.support.serving import COMMAND, Server, chat, environment, free_port, serving
 
 IMPORTS_VLLM = "import vllm.envs, sys; print('up', flush=True); sys.stdin.read()"
 
@@ -105,7 +105,7 @@ def test_a_hook_that_fails_in_the_worker_ends_the_server(tmp_path: Path) -> None
     write_fix(tmp_path / "fixes", "worker-hook", {"hooks.py": code}, hooks=hooks)
     recipe = write_recipe(tmp_path, fixes=["worker-hook"])
     done = subprocess.run(
-        [COMMAND, "serve", str(recipe), "--", "--port", "0"],
+        [COMMAND, "serve", str(recipe), "--", "--port", str(free_port())],
         env=environment(tmp_path, {"VLLM_OVERLAY_FIXES": str(tmp_path / "fixes")}),
         capture_output=True,
         text=True,
@@ -116,6 +116,26 @@ def test_a_hook_that_fails_in_the_worker_ends_the_server(tmp_path: Path) -> None
     (line,) = [line for line in done.stderr.splitlines() if "not on this machine" in line]
     assert line.startswith("vllm-overlay: ") and "worker-hook" in line
     assert "vllm.v1.worker.cpu_model_runner" in line
+
+
+def test_a_hook_that_fails_after_the_model_has_loaded_leaves_no_engine(tmp_path: Path) -> None:
+    """The API server imports its routes last; EngineCore would outlive it with all its memory."""
+    code = "def install(module):\n    raise RuntimeError('too late')\n"
+    hooks = {"vllm.entrypoints.serve.instrumentator.metrics": "hooks.py:install"}
+    write_fix(tmp_path / "fixes", "late-hook", {"hooks.py": code}, hooks=hooks)
+    recipe = write_recipe(tmp_path, fixes=["late-hook"])
+    done = subprocess.run(
+        [COMMAND, "serve", str(recipe), "--", "--port", str(free_port())],
+        env=environment(tmp_path, {"VLLM_OVERLAY_FIXES": str(tmp_path / "fixes")}),
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 78 and "too late" in done.stderr, done.stderr[-3000:]
+    receipts = [json.loads(path.read_text()) for path in tmp_path.glob("plans/*/receipts/*.json")]
+    assert {item["role"] for item in receipts} >= {"engine-core", "worker"}
+    assert not [item["pid"] for item in receipts if psutil.pid_exists(item["pid"])]
 
 
 def test_stopping_leaves_nothing(tmp_path: Path) -> None:
