@@ -59,7 +59,7 @@ def test_the_second_call_does_nothing(steps: list[str], tmp_path: Path) -> None:
     first = env_tool.environment(tmp_path / "envs", "")
     assert steps == STEPS
     assert env_tool.environment(tmp_path / "envs", "") == first
-    assert len(steps) == 4
+    assert steps == STEPS
 
 
 @pytest.mark.parametrize("step", STEPS)
