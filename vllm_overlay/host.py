@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
@@ -15,33 +17,75 @@ from packaging.version import Version
 
 from vllm_overlay.errors import ConfigError
 
+MEMINFO = Path("/proc/meminfo")
+NO_GPU = "run on a machine with a GPU that this user may use"
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+QUERY_SECONDS = 30.0
+UNSAID = re.compile(r"\[?(N/A|Not Supported)\]?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as nvidia-smi names it; ``memory`` in bytes."""
+    """One GPU as nvidia-smi names it.
+
+    ``memory`` in bytes; None for a GPU that has none of its own, such as the GB10, and shares the
+    host's.
+    """
 
     name: str
     capability: str
-    memory: int
+    memory: int | None
 
 
 def gpus() -> list[Gpu]:
-    """Return the node's GPUs, none where there is no driver."""
+    """Return the node's GPUs, none where there is no driver.
+
+    Raises ConfigError where the driver's own command fails: what GPUs there are is then unknown.
+    """
     command = shutil.which("nvidia-smi")
     if command is None:
         return []
-    query = "--query-gpu=name,compute_cap,memory.total"
-    run = subprocess.run(
-        [command, query, "--format=csv,noheader,nounits"],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
+    query = [command, "--query-gpu=name,compute_cap,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        run = subprocess.run(
+            query, capture_output=True, text=True, timeout=QUERY_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise _unknown_gpus(f"no answer from {command} within {QUERY_SECONDS:g} s") from None
+    except OSError as error:
+        raise _unknown_gpus(f"{command}: {error.strerror}") from None
+    lines = run.stdout.splitlines()
+    if run.returncode:
+        said = " ".join((run.stdout + run.stderr).split())[:200]
+        raise _unknown_gpus(f"{command} ended with {run.returncode}: {said}")
+    return [_gpu(line) for line in lines if line.strip()]
+
+
+def _gpu(line: str) -> Gpu:
+    try:
+        name, capability, memory = (word.strip() for word in line.rsplit(",", 2))
+        Version(capability)
+        return Gpu(name, capability, None if UNSAID.fullmatch(memory) else int(memory) * 2**20)
+    except ValueError:
+        raise _unknown_gpus(f"nvidia-smi's line {line!r}") from None
+
+
+def _unknown_gpus(found: str) -> ConfigError:
+    return ConfigError(
+        "the GPUs of this machine cannot be asked for",
+        found=found,
+        expected="a working nvidia-smi",
+        remedy="repair the driver, or, to serve on the CPU, take nvidia-smi off the PATH",
     )
-    rows = [line.split(", ") for line in run.stdout.splitlines() if line.count(", ") == 2]
-    return [Gpu(name, capability, int(memory) * 2**20) for name, capability, memory in rows]
+
+
+def host_memory() -> int:
+    """Return the machine's memory in bytes: MemTotal of /proc/meminfo."""
+    match = re.search(r"(?m)^MemTotal: +(\d+) kB$", MEMINFO.read_text())
+    assert match
+    return int(match[1]) * 2**10
 
 
 def gpu_architecture() -> str:
@@ -65,25 +109,9 @@ def check_requires(requires: Mapping[str, Any]) -> list[ConfigError]:
     count = requires.get("gpus")
     if count is not None and len(found) < count:
         errors.append(_short("gpus", len(found), count, "run on a machine that has them"))
-    capability = requires.get("compute-capability")
-    if capability is not None:
-        wanted = _specifier(capability)
-        for gpu in found:
-            if Version(gpu.capability) not in wanted:
-                errors.append(
-                    _short(
-                        "compute-capability",
-                        f"{gpu.capability} ({gpu.name})",
-                        capability,
-                        "run on a newer GPU",
-                    )
-                )
-    memory = requires.get("gpu-memory")
-    if memory is not None:
-        for gpu in found:
-            if gpu.memory < size(memory):
-                amount = f"{gpu.memory / 2**30:.0f}GiB ({gpu.name})"
-                errors.append(_short("gpu-memory", amount, memory, "run on a larger GPU"))
+    for key, check in (("compute-capability", _check_capability), ("gpu-memory", _check_memory)):
+        if (wanted := requires.get(key)) is not None:
+            errors += check(wanted, found) if found else [_short(key, "no GPU", wanted, NO_GPU)]
     shared = requires.get("shm")
     if shared is not None:
         stat = os.statvfs("/dev/shm")
@@ -91,6 +119,26 @@ def check_requires(requires: Mapping[str, Any]) -> list[ConfigError]:
         if total < size(shared):
             amount = f"{total / 2**30:.2f}GiB in /dev/shm"
             errors.append(_short("shm", amount, shared, "raise shm_size of the container"))
+    return errors
+
+
+def _check_capability(wanted: str, found: list[Gpu]) -> list[ConfigError]:
+    remedy, specifier = "run on another GPU", _specifier(wanted)
+    return [
+        _short("compute-capability", f"{gpu.capability} ({gpu.name})", wanted, remedy)
+        for gpu in found
+        if Version(gpu.capability) not in specifier
+    ]
+
+
+def _check_memory(wanted: str, found: list[Gpu]) -> list[ConfigError]:
+    errors = []
+    for gpu in found:
+        memory = host_memory() if gpu.memory is None else gpu.memory
+        if memory < size(wanted):
+            whose = f"{gpu.name}, the host's memory" if gpu.memory is None else gpu.name
+            amount = f"{memory / 2**30:.0f}GiB ({whose})"
+            errors.append(_short("gpu-memory", amount, wanted, "run on a larger GPU"))
     return errors
 
 

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from vllm_overlay import host
+from vllm_overlay.errors import ConfigError
 from vllm_overlay.host import check_requires, gpu_architecture, gpus, size
+
+Driver = Callable[[str], None]
 
 
 @pytest.fixture
-def two_h200(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for nvidia-smi, as it answers on a node with two H200."""
-    command = tmp_path / "nvidia-smi"
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
+    """Puts a stand-in for nvidia-smi on the PATH: a shell script."""
+
+    def write(script: str) -> None:
+        command = tmp_path / "nvidia-smi"
+        command.write_text(f"#!/bin/sh\n{script}\n")
+        command.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+    return write
+
+
+@pytest.fixture
+def two_h200(driver: Driver) -> None:
+    """nvidia-smi as it answers on a node with two H200."""
     row = "NVIDIA H200, 9.0, 143771"
-    command.write_text(f"#!/bin/sh\necho '{row}'\necho '{row}'\n")
-    command.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    driver(f"echo '{row}'; echo '{row}'")
 
 
 def test_without_a_driver_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,3 +66,48 @@ def test_sizes() -> None:
     assert size("16GiB") == 16 * 2**30 and size("1.5MiB") == 3 * 2**19
     with pytest.raises(ValueError, match="GiB"):
         size("16GB")
+
+
+@pytest.mark.parametrize("memory", ["[N/A]", "[Not Supported]", "N/A"])
+def test_a_gpu_without_memory_of_its_own_has_the_host_s(
+    driver: Driver, memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A DGX Spark: its GB10 and its CPU share one memory, and nvidia-smi names no size."""
+    driver(f"echo 'NVIDIA GB10, 12.1, {memory}'")
+    (tmp_path / "meminfo").write_text("MemTotal:       125513700 kB\nMemFree:  1 kB\n")
+    monkeypatch.setattr(host, "MEMINFO", tmp_path / "meminfo")
+    (gpu,) = gpus()
+    assert (gpu.name, gpu.memory) == ("NVIDIA GB10", None)
+    assert check_requires({"gpus": 1, "gpu-memory": "110GiB"}) == []
+    (error,) = check_requires({"gpu-memory": "121GiB"})
+    assert "found 120GiB (NVIDIA GB10, the host's memory)" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        ("echo 'NVIDIA-SMI has failed' >&2; exit 9", "ended with 9: NVIDIA-SMI has failed"),
+        ("exec sleep 60", "no answer"),
+        ("echo 'No devices were found'", "No devices were found"),
+        ("echo 'NVIDIA X, 9.0, much'", "NVIDIA X, 9.0, much"),
+    ],
+)
+def test_a_driver_that_does_not_answer_is_no_machine_without_gpus(
+    driver: Driver, script: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is compiled for a GPU must not end up under the cache key of a CPU."""
+    monkeypatch.setattr(host, "QUERY_SECONDS", 0.5 if "sleep" in script else 30.0)
+    driver(script)
+    with pytest.raises(ConfigError) as caught:
+        gpu_architecture()
+    text = str(caught.value)
+    assert says in text and "repair the driver" in text
+
+
+@pytest.mark.parametrize("requires", [{"compute-capability": ">=9.0"}, {"gpu-memory": "1GiB"}])
+def test_no_gpu_at_all_falls_short(
+    requires: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    (error,) = check_requires(requires)
+    assert f"requires.{next(iter(requires))}" in str(error) and "found no GPU" in str(error)
