@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # In a recipe: puts the environment's commands first on PATH, or ends it with env.py's one line.
 ENTER = env=$$($(PYTHON) tools/env.py) && PATH="$$env/bin:$$PATH"
 
-.PHONY: help demo test lint format docs bench-activation env lock clean
+.PHONY: help demo test lint format docs bench-activation bench-plan bench-index env lock clean
 .SILENT:
 
 help: ## this list
@@ -37,7 +37,13 @@ docs: ## write the generated files of docs/ anew
 	$(ENTER) && python -m vllm_overlay.knobs && python -m vllm_overlay.schemas
 
 bench-activation: ## what the overlay costs each start of Python
-	$(ENTER) && exec python bench/activation.py $(ARGS)
+	$(ENTER) && exec python -m bench.activation $(ARGS)
+
+bench-plan: ## how long `plan` takes with ten fixes, and where the time goes
+	$(ENTER) && exec python -m bench.plan $(ARGS)
+
+bench-index: ## how long all symbols of vLLM's releases take to index
+	$(ENTER) && exec python -m bench.index $(ARGS)
 
 env: ## make the environment, print its folder
 	$(PYTHON) tools/env.py

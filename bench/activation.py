@@ -8,9 +8,7 @@ other package. ``--save`` keeps the result in bench/results/.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -19,14 +17,13 @@ import time
 import venv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from bench.record import save
 from vllm_overlay.plan import Plan, PlannedFix, write_plan
 
 CHECKOUT = Path(__file__).resolve().parent.parent
-RESULTS = CHECKOUT / "bench" / "results"
 PTH = CHECKOUT / "vllm_overlay" / "activate" / "vllm_overlay.pth"
 FIXES = 10
 
@@ -49,7 +46,7 @@ class Case:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=60, help="starts a case (default: 60)")
-    parser.add_argument("--save", action="store_true", help=f"write into {RESULTS}")
+    parser.add_argument("--save", action="store_true", help="write into bench/results/")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         medians = measure(cases(Path(folder)), options.rounds)
@@ -60,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for row in rows:
         print(f"{row['case']:<20} {row['median_ms']:>8} ms   x {row['ratio']}")
     if options.save:
-        print(save(rows, options.rounds))
+        command = f"make bench-activation ARGS='--rounds {options.rounds} --save'"
+        print(save("activation", command, rows))
     return 0
 
 
@@ -141,28 +139,6 @@ def measure(starts: Sequence[Case], rounds: int) -> dict[str, float]:
             case.run("pass")
             taken[case.name].append((time.perf_counter() - began) * 1000)
     return {name: statistics.median(times) for name, times in taken.items()}
-
-
-def save(rows: Sequence[Mapping[str, Any]], rounds: int) -> Path:
-    now = datetime.now(UTC)
-    file = RESULTS / f"activation-{now:%Y-%m-%d}.json"
-    body = {
-        "date": now.isoformat(timespec="seconds"),
-        "command": f"make bench-activation ARGS='--rounds {rounds} --save'",
-        "hardware": {"cpu": cpu(), "cores": os.cpu_count(), "machine": platform.machine()},
-        "python": platform.python_version(),
-        "rows": rows,
-    }
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(body, indent=1) + "\n")
-    return file
-
-
-def cpu() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return "unknown"
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import activation
+from bench import activation, record
 
 LOADED = "import sys; print(*sorted(name for name in sys.modules if 'overlay' in name))"
 FIRST_FINDER = "import sys; print(getattr(sys.meta_path[0], '__module__', ''))"
@@ -37,6 +37,6 @@ def test_it_prints_a_row_a_case(capsys: pytest.CaptureFixture[str]) -> None:
 def test_it_saves_date_hardware_and_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(activation, "RESULTS", tmp_path / "results")
-    text = activation.save([{"case": "no .pth"}], 60).read_text()
+    monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
+    text = record.save("x", "make x", [{"case": "no .pth"}]).read_text()
     assert all(f'"{key}"' in text for key in ("date", "hardware", "command"))

@@ -11,6 +11,8 @@ from vllm_overlay.folders import home_folder
 from vllm_overlay.releases import find_tree
 from vllm_overlay.upstream import Tree
 
+RELEASES = ["0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"]
+
 
 def release(version: str) -> Tree:
     try:

@@ -1,0 +1,1 @@
+"""Measurements; `make help` lists them."""
