@@ -139,8 +139,6 @@ def _end_of_hunks(lines: Sequence[bytes], at: int) -> int:
         at += 1
         while at < len(lines) and (old > 0 or new > 0 or lines[at].startswith(b"\\")):
             kind = lines[at][:1]
-            if kind not in (b" ", b"-", b"+", b"\\", b"\r", b"\n"):
-                return at
             old -= kind not in (b"+", b"\\")
             new -= kind not in (b"-", b"\\")
             at += 1

@@ -25,6 +25,7 @@ def test_a_git_header_without_hunks() -> None:
         b"diff --git a/o.py b/c.py\nsimilarity index 100%\ncopy from o.py\ncopy to c.py\n"
         b"diff --git a/b c.png b/b c.png\nindex 1..2 100644\nBinary files a/b c.png and b/b c.png"
         b" differ\ndiff --git a/l b/l\nnew file mode 120000\n"
+        b"diff --git a/l b/l\nindex 1..2 120000\n--- a/l\n+++ b/l\n" + HUNK
     )
     parts = read(text, "d").parts
     assert [(part.kind, part.old_path, part.new_path) for part in parts] == [
@@ -35,10 +36,11 @@ def test_a_git_header_without_hunks() -> None:
         ("copied", "o.py", "c.py"),
         ("change", "b c.png", "b c.png"),
         ("new", None, "l"),
+        ("change", "l", "l"),
     ]
-    assert [part.binary for part in parts] == [False] * 5 + [True, False]
-    assert [part.link for part in parts] == [False] * 6 + [True]
-    assert [part.line for part in parts] == [1, 4, 7, 10, 14, 18, 21]
+    assert [part.binary for part in parts] == [False] * 5 + [True, False, False]
+    assert [part.link for part in parts] == [False] * 6 + [True, True]
+    assert [part.line for part in parts] == [1, 4, 7, 10, 14, 18, 21, 23]
 
 
 def test_a_binary_patch_is_no_text_of_a_mail() -> None:
@@ -95,7 +97,8 @@ def test_the_page_of_a_pull_request_is_preferred() -> None:
         (b"diff --git a/x b/y\nnew file mode 100644\n", 1, "git's header is not understood"),
         (b"diff --git a/ b/\nnew file mode 100644\n", 1, "names no file"),
         (b"--- /dev/null\n+++ /dev/null\n" + HUNK, 2, "names no file"),
-        (b"--- a/x\n+++ b/x\n@@ -%s +1 @@\n-a\n+b\n" % (b"1" * 5000), None, ""),
+        (b"--- a/x\n+++ b/x\n@@ -1,%s +1 @@\n-a\n+b\n" % (b"1" * 5000), 1, ""),
+        (ONE.replace(b"-1,2", b"-1,9") + ONE, 1, "no sound unified diff"),
         (b"nothing", None, "no unified diff found"),
         (b"", None, "no unified diff found"),
         (b"diff --git a/x b/x\n" * (MAX_PARTS + 1), None, "too many files"),

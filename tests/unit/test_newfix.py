@@ -8,8 +8,9 @@ import pytest
 
 from tests.support.command import overlay
 from tests.support.gitrepo import Repo
-from tests.support.trees import VERSION, make_tree
+from tests.support.trees import VERSION, make_diff, make_tree
 from tests.support.verdicts import BOTH, CORE, FIRST, SECOND
+from vllm_overlay import difftext
 from vllm_overlay.errors import ConfigError, ConfigErrors, UsageError
 from vllm_overlay.fix import Fix, load_fix
 from vllm_overlay.newfix import Made, new_fix
@@ -116,11 +117,12 @@ def test_mails_are_applied_one_after_the_other(tmp_path: Path, tree: Tree, repo:
 
 
 def test_a_copy_is_a_new_module(tmp_path: Path, tree: Tree, repo: Repo) -> None:
-    repo.write({"vllm/v1/core.py": FIRST, "vllm/v1/copy.py": SECOND})
+    """A copy in git's sense: of the file as it was before the commit."""
+    repo.write({"vllm/v1/core.py": FIRST, "vllm/v1/later.py": CORE})
     diff = repo.diff("-C", "--find-copies-harder")
-    assert b"copy from vllm/v1/core.py" in diff
+    assert diff.index(b"+++ b/vllm/v1/core.py") < diff.index(b"copy from vllm/v1/core.py")
     fix, _ = made(tmp_path, diff)
-    assert fix.modules["vllm.v1.copy"].read_text() == SECOND
+    assert fix.modules["vllm.v1.later"].read_text() == CORE
     assert patched(fix, tree) == {"vllm.v1.core": FIRST.encode()}
 
 
@@ -186,6 +188,16 @@ def test_an_edit_that_only_adds_is_reviewed_by_what_it_stands_in(
     assert list(fix.reviewed[VERSION]["vllm.v1.core"]) == ["Engine"]
     assert list(fix.reviewed[VERSION]["vllm.v1.gone"]) == ["<module>"]
     assert patched(fix, tree)["vllm.v1.core"] == more.encode()
+
+
+def test_a_new_file_that_a_later_commit_moves(tmp_path: Path, tree: Tree, repo: Repo) -> None:
+    repo.write({"vllm/v1/core.py": FIRST, "vllm/v1/a.py": CORE, "vllm/v1/b.py": SECOND})
+    repo.commit("One")
+    repo.git("mv", "vllm/v1/a.py", "vllm/v1/c.py")
+    repo.git("mv", "vllm/v1/b.py", "tests/b.py")
+    repo.commit("Two")
+    fix, _ = made(tmp_path, repo.mails())
+    assert list(fix.modules) == ["vllm.v1.c"]
 
 
 # --- what is refused ---
@@ -257,6 +269,28 @@ def test_each_hunk_that_does_not_fit_is_named(tmp_path: Path, tree: Tree, repo: 
     assert two.startswith(
         f"public.diff:14: hunk 2 does not match vllm/v1/core.py of vLLM {VERSION}"
     )
+
+
+def test_what_follows_on_a_hunk_that_does_not_fit_is_not_named(
+    tmp_path: Path, tree: Tree, repo: Repo
+) -> None:
+    for number in (10, 11, 12):
+        repo.write({"vllm/v1/core.py": CORE.replace("x + 1", f"x + {number}")})
+        repo.commit("one")
+    (tree.root / "vllm/v1/core.py").write_text(CORE.replace("x + 1", "x - 1"))
+    (reason,) = refused(tmp_path, repo.mails())
+    assert "hunk 1 does not match" in reason
+
+
+def test_edits_that_would_give_another_text(
+    tmp_path: Path, tree: Tree, repo: Repo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repo.write({"vllm/v1/core.py": FIRST})
+    diff = repo.diff()
+    other = make_diff(CORE, SECOND, "v1/core.py").encode()
+    monkeypatch.setattr(difftext, "_diff", lambda *_: other)
+    (reason,) = refused(tmp_path, diff)
+    assert "would not give what the diff gives" in reason
 
 
 def test_a_file_that_is_there_already_or_not_at_all(tmp_path: Path, tree: Tree, repo: Repo) -> None:
