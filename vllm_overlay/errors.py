@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+CREDENTIALS = re.compile(r"(?<=//)[^/\s@\"']+(?=@)")  # the login of a URL
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -14,7 +17,8 @@ EXIT_CONFIG = 78  # EX_CONFIG of sysexits.h
 class ConfigError(Exception):
     """A configuration that is refused (exit status 78).
 
-    ``str()`` is one line: ``file:line:column: what; found …; expected …; remedy``.
+    ``str()`` is one line: ``file:line:column: what; found …; expected …; remedy``. It shows no
+    login of a URL.
     """
 
     exit_code = EXIT_CONFIG
@@ -50,7 +54,7 @@ class ConfigError(Exception):
             parts.append(f"expected {self.expected}")
         if self.remedy:
             parts.append(self.remedy)
-        text = "; ".join(parts)
+        text = CREDENTIALS.sub("…", "; ".join(parts))
         return one_line(f"{place}: {text}" if place else text)
 
 

@@ -24,7 +24,10 @@ SECRET_FLAGS = {"api-key": "VLLM_API_KEY", "hf-token": "HF_TOKEN"}
 MAX_VARIANTS = 64
 MAX_LENGTH = 200  # characters of a name or a version
 
-_SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_ID)?$", re.IGNORECASE)
+_SECRET = re.compile(
+    r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|AUTHORIZATION)(_ID)?$",
+    re.IGNORECASE,
+)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 _VARIANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _FLAG = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
@@ -33,9 +36,9 @@ _MODEL_PART = re.compile(r"[A-Za-z0-9._-]+")
 _SIZE = re.compile(r"[0-9]{1,12}(\.[0-9]{1,3})?[KMGT]iB")
 
 
-def looks_secret(variable: str) -> bool:
-    """Return whether an environment variable's name says that its value is a secret."""
-    return _SECRET.search(variable) is not None
+def looks_secret(name: str) -> bool:
+    """Return whether the name of a variable or a key says that its value is a secret."""
+    return _SECRET.search(name) is not None
 
 
 def is_name(text: str) -> bool:

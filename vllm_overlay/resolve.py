@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 from vllm_overlay import environ as env_checks
 from vllm_overlay import flags
 from vllm_overlay.activate.planfile import sha256
-from vllm_overlay.errors import ConfigError, ConfigErrors
+from vllm_overlay.errors import ConfigError, ConfigErrors, raise_all
 from vllm_overlay.extraflags import parse_extra
 from vllm_overlay.fix import Fix, check_needs, load_fixes
 from vllm_overlay.flags import COMMAND_LINE, Override
 from vllm_overlay.folders import Folders
+from vllm_overlay.hidden import secrets_in
 from vllm_overlay.host import gpu_architecture
 from vllm_overlay.model import find_model
 from vllm_overlay.parsertable import parser_table
@@ -152,6 +153,11 @@ def _serve(
     extra = _collect(errors, lambda: parse_extra(request.extra, table), nothing)
     overrides: list[Override] = []
     merged = flags.canonical(recipe.serve, table)
+    # Before anything is merged or shown: a plan is printed even if it must not be launched.
+    secrets = secrets_in(recipe.serve, lambda path: recipe.places.at("serve", *path))
+    secrets += secrets_in(extra, lambda _: COMMAND_LINE)
+    if secrets:
+        raise_all([*errors, *secrets])
     try:
         merged, overrides = flags.merge(recipe.serve, extra, table)
     except ConfigError as error:
@@ -186,6 +192,12 @@ def _environment(
     )
     environment = dict(recipe.env)
     overrides = []
+    secrets = secrets_in(recipe.env, lambda path: recipe.places.at("env", *path))
+    outside = {name: request.environ[name] for name in recipe.env if name in request.environ}
+    remedy = "leave it out of the recipe's env: vLLM gets it from the environment all the same"
+    secrets += secrets_in(outside, lambda _: env_checks.EnvironmentPlace(), remedy)
+    if secrets:
+        raise_all([*errors, *secrets])
     for name, value in recipe.env.items():
         now = request.environ.get(name, value)
         if now != value:
