@@ -6,6 +6,7 @@ import dataclasses
 import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from vllm_overlay import environ as env_checks
@@ -24,7 +25,7 @@ from vllm_overlay.patched import Modules, plan_modules
 from vllm_overlay.plan import Plan, PlannedFix
 from vllm_overlay.recipe import Recipe, load_recipe
 from vllm_overlay.recipe_format import CACHE_VARIABLES
-from vllm_overlay.selection import Chosen, choose
+from vllm_overlay.selection import Chosen, check_flags, choose
 from vllm_overlay.upstream import Tree, installed_tree
 from vllm_overlay.verdict import Judged, judge
 
@@ -65,7 +66,7 @@ def resolve(request: Request) -> Resolution:
     """
     folders = request.folders
     recipe = load_recipe(request.recipe, folder=folders.recipes, variant=request.variant)
-    known = load_fixes(folders.fixes)
+    known = _load_fixes(folders.fixes, recipe)
     tree = installed_tree(folders.home / "info")
     errors: list[ConfigError] = []
     errors += _check_version(recipe, tree)
@@ -108,6 +109,24 @@ def resolve(request: Request) -> Resolution:
         modules=modules.entries,
     )
     return Resolution(plan, tuple(errors), modules, (model, *argv))
+
+
+def _load_fixes(folder: Path, recipe: Recipe) -> dict[str, Fix]:
+    """Load every fix. One that is broken may have any flag, so none can be told from a misspelt."""
+    try:
+        return load_fixes(folder)
+    except (ConfigError, ConfigErrors) as caught:
+        errors = list(caught.errors) if isinstance(caught, ConfigErrors) else [caught]
+    places = [Path(error.file) for error in errors if error.file is not None]
+    within = [place.relative_to(folder) for place in places if place.is_relative_to(folder)]
+    broken = sorted({place.parts[0] for place in within if place.parts} - {*recipe.fixes})
+    if broken:
+        what = (
+            f"no recipe can be served while {', '.join(broken)} cannot be read, although "
+            f"{recipe.name} does not name it: its flag is not known"
+        )
+        errors.append(ConfigError(what, file=folder, remedy="repair it, or move it elsewhere"))
+    raise ConfigErrors(errors)
 
 
 def _check_version(recipe: Recipe, tree: Tree) -> list[ConfigError]:
@@ -186,6 +205,7 @@ def _environment(
     """Return the variables that the plan sets, and what the environment replaced in them."""
     names = env_checks.known_env(tree, request.folders.home)
     own = {fix.flag.name for fix in known.values() if fix.flag}
+    errors += check_flags(chosen, names)
     errors += env_checks.check_env(request.environ, names, own)
     errors += env_checks.check_env(
         recipe.env, names, own, lambda name: recipe.places.at("env", name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm_overlay.errors import ConfigError, did_you_mean, raise_all
@@ -52,6 +52,22 @@ def choose(recipe: Recipe, known: Mapping[str, Fix], environ: Mapping[str, str])
         errors += _check_value(recipe, choice)
     raise_all(errors)
     return [chosen[fix.name] for fix in order([choice.fix for choice in chosen.values()])]
+
+
+def check_flags(chosen: Sequence[Chosen], known: Collection[str]) -> list[ConfigError]:
+    """Return each flag of a chosen fix that is a variable of this vLLM too (``known``).
+
+    One value would then mean two things.
+    """
+    return [
+        choice.fix.places.at("flag").error(
+            f"the flag {choice.fix.flag.name} of the fix {choice.fix.name} is a variable of vLLM's "
+            "own",
+            remedy="give the fix another flag; if vLLM carries the fix now, leave the fix out",
+        )
+        for choice in chosen
+        if choice.fix.flag is not None and choice.fix.flag.name in known
+    ]
 
 
 def _unknown(recipe: Recipe, index: int, name: str, known: Mapping[str, Fix]) -> ConfigError:

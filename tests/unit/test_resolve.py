@@ -132,3 +132,30 @@ def test_a_login_in_a_variable_of_the_recipe_is_refused(
 def test_what_only_sounds_like_a_secret_is_taken(desk: Desk, config: dict[str, Any]) -> None:
     errors = desk.resolve(serve={"allowed-origins": [config]}).errors
     assert [str(error) for error in errors if "secret" in str(error)] == []
+
+
+@pytest.mark.parametrize(("fixes", "environ"), [(["taken"], {}), ([], {"VLLM_PORT": "1"})])
+def test_a_flag_that_is_vllm_s_own_variable_is_refused(
+    desk: Desk, fixes: list[str], environ: dict[str, str]
+) -> None:
+    desk.fix("taken", flag="VLLM_PORT")
+    (line,) = [
+        str(e) for e in desk.resolve(environ=environ, fixes=fixes).errors if "flag" in str(e)
+    ]
+    assert line.startswith(f"{desk.folder}/fixes/taken/fix.yaml:")
+    assert "the flag VLLM_PORT of the fix taken is a variable of vLLM's own" in line
+
+
+def test_a_flag_of_a_fix_that_nobody_chose_may_be_vllm_s_own(desk: Desk) -> None:
+    desk.fix("taken", flag="VLLM_PORT")
+    assert "VLLM_PORT" not in str(desk.resolve().errors)
+
+
+def test_a_broken_fix_that_the_recipe_does_not_name_says_why_it_stops_it(desk: Desk) -> None:
+    desk.fix("good", flag="VLLM_GOOD")
+    desk.fix("broken", vllm="later")
+    line, why = desk.refusal(fixes=["good"]).splitlines()
+    assert line.startswith(f"{desk.folder}/fixes/broken/fix.yaml:")
+    assert "while broken cannot be read, although r does not name it: its flag is not known" in why
+    assert "repair it, or move it elsewhere" in why
+    assert len(desk.refusal(fixes=["broken"]).splitlines()) == 1
