@@ -174,7 +174,9 @@ def _explained(rows: Sequence[Row], base: str | None, tree: Tree, home: Path) ->
         old = find_tree(base, home)
     except ConfigError as error:
         note = f"no source to compare with; fetch vLLM {base} (check --vllm {base}): {error}"
-        return tuple(row if row.same else replace(row, note=note) for row in rows)
+        return tuple(
+            row if row.same or row.recorded is None else replace(row, note=note) for row in rows
+        )
     return tuple(_with_diff(row, old, tree) for row in rows)
 
 

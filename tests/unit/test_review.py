@@ -33,12 +33,20 @@ def run(tmp_path: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return overlay(["review", "mine", "--fixes", "fixes", *options], tmp_path)
 
 
-def asked(tmp_path: Path, answer: str, *options: str) -> tuple[int, str]:
-    """Run the command on a terminal, answer its question, and return status and screen."""
+def asked(tmp_path: Path, answer: str, *options: str, typing: bool = True) -> tuple[int, str]:
+    """Run the command on a terminal, answer its question, and return status and screen.
+
+    ``typing``: it reads from the terminal, too.
+    """
     master, slave = pty.openpty()
     command = argv(["review", "mine", "--fixes", "fixes", *options])
     with subprocess.Popen(
-        command, cwd=tmp_path, env=environment(tmp_path), stdin=slave, stdout=slave, stderr=slave
+        command,
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        stdin=slave if typing else subprocess.DEVNULL,
+        stdout=slave,
+        stderr=slave,
     ) as process:
         os.close(slave)
         screen = b""
@@ -94,6 +102,36 @@ def test_on_a_terminal_it_asks(answer: str, status: int, tmp_path: Path) -> None
     assert "Does mine still do the right thing on vLLM 9.10.0? [y/N] " in screen
     assert (fix.file.read_bytes() == before) == bool(status)
     assert ("nothing was recorded" in screen) == bool(status)
+
+
+def test_a_terminal_that_only_shows_is_none(tmp_path: Path) -> None:
+    reviewed_fix(tmp_path)
+    put_release(tmp_path, CORE, "9.10.0")
+    status, screen = asked(tmp_path, "y\n", "--vllm", "9.10.0", typing=False)
+    assert status == 2
+    assert "nobody can be asked here" in screen
+
+
+def test_the_same_code_in_another_release_is_recorded(tmp_path: Path) -> None:
+    fix = reviewed_fix(tmp_path)
+    put_release(tmp_path, CORE, "9.10.0")
+    assert run(tmp_path, "--vllm", "9.10.0", "--yes").returncode == 0
+    reviewed = load_fix(fix.folder).reviewed
+    assert reviewed["9.10.0"] == reviewed["9.9.0"]
+
+
+def test_a_release_is_compared_with_its_own_record(tmp_path: Path) -> None:
+    symbols = tree_of(tmp_path / "digests", CORE).symbols("vllm.v1.core")
+    old = {"vllm.v1.core": {"first": symbols["first"], "second": "0" * 64}}
+    newer = {"vllm.v1.core": {"first": "1" * 64}}
+    hook_fix(tmp_path, "mine", reviewed={"9.9.0": old, "9.10.0": newer})
+    put_release(tmp_path, CORE, "9.9.0")
+    done = run(tmp_path, "--vllm", "9.9.0", "--yes")
+    assert "first: the same, " in done.stdout
+    assert "second: new, " in done.stdout  # zeros stand for a digest that is yet to be found
+    after = load_fix(tmp_path / "fixes/mine").reviewed
+    assert after["9.9.0"] == {"vllm.v1.core": {n: symbols[n] for n in ("first", "second")}}
+    assert after["9.10.0"] == newer
 
 
 def test_the_release_to_fetch_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
