@@ -20,7 +20,8 @@ LISTED = subprocess.run(
     check=True,
 ).stdout.splitlines()
 FILES = [name for name in LISTED if (ROOT / name).is_file()]
-PYTHON = [name for name in FILES if name.endswith(".py")]
+PUBLIC = re.compile(r"fixes/[^/]+/vllm/")  # code of a public diff keeps its own style
+PYTHON = [name for name in FILES if name.endswith(".py") and not PUBLIC.match(name)]
 SHELL = [name for name in FILES if name == ".ci/run" or name.endswith(".sh")]
 IMAGES = [name for name in FILES if Path(name).name.startswith("Dockerfile")]
 
