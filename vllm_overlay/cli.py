@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -12,8 +13,17 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from vllm_overlay.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError, ConfigErrors
+from vllm_overlay.errors import (
+    EXIT_CONFIG,
+    EXIT_FAILED,
+    EXIT_USAGE,
+    ConfigError,
+    ConfigErrors,
+    one_line,
+)
 from vllm_overlay.folders import find_folders, home_folder
+
+EXIT_PIPE = 141  # what a shell shows for a program that SIGPIPE ended
 
 app = typer.Typer(
     add_completion=False,
@@ -56,7 +66,8 @@ def plan(
 
     resolution = _resolve(recipe, variant, extra)
     if as_json:
-        print_json(resolution.plan.body())
+        errors = [str(error) for error in resolution.errors]
+        print_json({**resolution.plan.body(), "errors": errors})
     else:
         Console().print(plan_table(resolution.plan))
     report(resolution.errors)
@@ -262,27 +273,46 @@ def report(errors: Sequence[ConfigError]) -> None:
 def main() -> None:
     """Run a command and leave with its exit status; a user's mistake never shows a traceback."""
     try:
-        status = app(standalone_mode=False)
-    except ConfigErrors as several:
-        report(several.errors)
-        status = several.exit_code
-    except ConfigError as error:
-        report([error])
-        status = error.exit_code
-    except typer.Abort:
-        status = 130
-    except BrokenPipeError:
+        status = _run()
+        sys.stdout.flush()
+    except (BrokenPipeError, SystemExit):  # rich and typer leave so when a pipe has no reader
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        status = 0
+        status = EXIT_PIPE
+    sys.exit(status)
+
+
+def _run() -> int:
+    try:
+        status = app(standalone_mode=False)
+        return status if isinstance(status, int) else 0
+    except ConfigErrors as several:
+        return _refused(several.errors, several.exit_code)
+    except ConfigError as error:
+        return _refused([error], error.exit_code)
+    except typer.Abort:
+        return 130
     except Exception as error:
-        status = _usage(error)
-    sys.exit(status if isinstance(status, int) else 0)
+        return _usage(error)
+
+
+def _refused(errors: Sequence[ConfigError], status: int) -> int:
+    """Show what is refused before there is a result, to a program too if one asked."""
+    report(errors)
+    _json_errors([str(error) for error in errors])
+    return status
+
+
+def _json_errors(lines: list[str]) -> None:
+    own = itertools.takewhile(lambda word: word != "--", sys.argv[1:])
+    if "--json" in own:
+        print_json({"errors": lines})
 
 
 def _usage(error: Exception) -> int:
     """Show a command line that typer refuses; raise anything else."""
-    show, status = getattr(error, "show", None), getattr(error, "exit_code", None)
-    if show is None or status is None:
+    show, says = getattr(error, "show", None), getattr(error, "format_message", None)
+    if show is None or says is None:  # a class of typer's own, or of click's: not to be named
         raise error
     show()
-    return int(status)
+    _json_errors([one_line(says())])
+    return int(getattr(error, "exit_code", EXIT_USAGE))

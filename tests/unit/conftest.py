@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.desk import Desk
 from tests.support.fake_server import FakeServer, fake_server
 from tests.support.node import Node
+from tests.support.pose import pose
 from tests.support.sandbox import Sandbox, make_sandbox
+from vllm_overlay import resolve
 
 EXPECT = [{"prompt": "What is the capital of France?", "contains": "Paris"}]
 
@@ -41,3 +44,10 @@ def engine(node: Node) -> Iterator[int]:
     ):
         node.write_run(root)
         yield engine
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
+    posed = pose(tmp_path, monkeypatch)
+    monkeypatch.setattr(resolve, "installed_tree", lambda _: posed.tree)
+    return Desk(tmp_path, posed)
