@@ -41,9 +41,9 @@ class Started:
             ["serve", "demo", "--variant", "tp 2", *LISTENS],
         ),
         (
-            ("--", "--port", "9", "a b"),
+            ("--", "--seed", "9", "a b"),
             {"RECIPE": "demo"},
-            ["serve", "demo", *LISTENS, "--port", "9", "a b"],
+            ["serve", "demo", *LISTENS, "--seed", "9", "a b"],
         ),
         (("--",), {"RECIPE": "demo"}, ["serve", "demo", *LISTENS]),
         (("plan", "demo", "--json"), {}, ["plan", "demo", "--json"]),
@@ -67,6 +67,26 @@ def test_without_a_recipe_it_says_so_in_one_line(
     assert started.status == 2
     assert started.words == []
     assert started.stderr == "RECIPE is not set: name a recipe, for example RECIPE=demo\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--port", "9"], "--port"),
+        (["--seed", "1", "--port=9"], "--port"),
+        (["--host", "::1"], "--host"),
+        (["--host=::1"], "--host"),
+    ],
+)
+def test_the_address_of_the_container_is_fixed_and_says_so(
+    tmp_path: Path, words: list[str], named: str
+) -> None:
+    """vLLM would say only that the flag is given twice."""
+    started = Started(tmp_path, "--", *words, RECIPE="demo")
+    assert started.status == 2
+    assert started.words == []
+    assert started.stderr.startswith(f"{named} is fixed in the container (0.0.0.0:8000)")
+    assert "PORT" in started.stderr and started.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("arguments", [(), ("status",)])
