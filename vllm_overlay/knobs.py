@@ -102,6 +102,8 @@ def registry(root: Path = ROOT) -> list[Group]:
     """Return every knob of a checkout. Raises ConfigError(s) for one that is not described."""
     fixes = load_fixes(root / "fixes").values()
     flags = [(fix, fix.flag) for fix in fixes if fix.flag is not None]
+    passed = compose_knobs(root / "compose")
+    compose = {name: passed[name] for name in passed if name not in {f.name for _, f in flags}}
     return [
         Group("The overlay", "environment variables", OVERLAY),
         Group("The flags of the fixes", "environment variables; they win over the recipe", tuple(
@@ -110,7 +112,7 @@ def registry(root: Path = ROOT) -> list[Group]:
             for fix, flag in flags
         )),
         Group("Compose", "environment variables, or compose/.env",
-              _described(compose_knobs(root / "compose"), COMPOSE, root / "compose")),
+              _described(compose, COMPOSE, root / "compose")),
         Group("The image", "build arguments (`--build-arg`; from the environment with compose)",
               _described(build_arguments(root / "Dockerfile"), BUILD, root / "Dockerfile")),
         Group("Make", "`make TARGET NAME=value`",

@@ -6,6 +6,10 @@ import fnmatch
 import re
 from pathlib import Path
 
+import yaml
+
+from vllm_overlay.fix import load_fixes
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 
@@ -42,3 +46,12 @@ def test_what_the_build_copies_is_let_through_and_secrets_are_not() -> None:
         name = source.replace("${VLLM_VERSION}", "0")
         assert any(fnmatch.fnmatch(name, rule) for rule in let_through), source
     assert not [rule for rule in let_through if rule in (".git", "compose", ".env")]
+
+
+def test_compose_passes_the_flag_of_every_fix_on() -> None:
+    """What it does not list stays in the caller's shell, unseen."""
+    compose = yaml.safe_load((ROOT / "compose/serve.yaml").read_text())
+    listed = compose["services"]["serve"]["environment"]
+    flags = {fix.flag.name for fix in load_fixes(ROOT / "fixes").values() if fix.flag}
+    assert {name for name in listed if name.startswith("VLLM_")} == {*flags, "VLLM_API_KEY"}
+    assert all(listed[flag] is None for flag in flags)  # no default but the recipe's
