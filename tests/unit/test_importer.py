@@ -150,7 +150,7 @@ def test_a_feature_that_is_on_by_default_with_modes(tmp_path: Path) -> None:
 
 
 def test_chosen_hardware(tmp_path: Path) -> None:
-    made = Made(tmp_path, LARGE, hardware=["h200", "hopper"])
+    made = Made(tmp_path, LARGE, hardware=["hopper", "h200"])
     assert made.recipe.serve["moe-backend"] == "marlin"
     assert made.recipe.serve["max-num-seqs"] == 8, "the collection applies one GPU's first"
     assert made.recipe.env["VLLM_USE_V2_MODEL_RUNNER"] == "1"
@@ -344,6 +344,7 @@ def test_hardware_that_the_file_does_not_know_is_wrong_usage(tmp_path: Path) -> 
         (SMALL + "a: \x01\n", "this is not valid YAML"),
         (SMALL + "? [a]\n: b\n", "a key must be text"),
         (SMALL.replace("tasks: [text]", "tasks: [omni]"), "6:10: this is a recipe of vLLM-Omni"),
+        (SMALL + "omni: {}\n", "6:10: this is a recipe of vLLM-Omni"),
         (SMALL.replace("features: {}", "features: [a]"), "13:11: this must be a map; found a list"),
         (SMALL.replace("[single_node_tp]", "x"), "20:24: this must be a list; found x"),
         (SMALL.replace('"0.30.0"', "soon"), "9:21: this is no version; found soon"),
