@@ -153,6 +153,7 @@ def test_chosen_hardware(tmp_path: Path) -> None:
     made = Made(tmp_path, LARGE, hardware=["hopper", "h200"])
     assert made.recipe.serve["moe-backend"] == "marlin"
     assert made.recipe.serve["max-num-seqs"] == 8, "the collection applies one GPU's first"
+    assert Made(tmp_path, LARGE, hardware=["h200"]).recipe.serve["max-num-seqs"] == 16
     assert made.recipe.env["VLLM_USE_V2_MODEL_RUNNER"] == "1"
     assert made.variant("fp8").serve["tensor-parallel-size"] == 4
     assert made.variant("long_context").serve["max-model-len"] == 1572864
