@@ -17,6 +17,7 @@ from vllm_overlay.diffs import DiffError, FileDiff
 from vllm_overlay.errors import one_line
 
 LINKS = ("120000", "160000")  # the modes of a symbolic link and of a submodule
+MAX_LINES = 100_000  # each costs unidiff some hundred bytes
 MAX_PARTS = 5000
 MAX_PROSE = 64 << 10  # bytes of mail and commit messages that are looked at
 _HUNK = re.compile(rb"@@ -\d{1,9}(?:,(\d{1,9}))? \+\d{1,9}(?:,(\d{1,9}))? @@")
@@ -75,6 +76,8 @@ class _Section:
 
 def read(text: bytes, name: str) -> PublicDiff:
     """Return a diff's parts in order. ``name`` is what errors call it. Raises DiffError."""
+    if text.count(b"\n") > MAX_LINES:
+        raise DiffError("the diff is too long", file=name, expected=f"at most {MAX_LINES} lines")
     lines = [line + b"\n" for line in text.removesuffix(b"\n").split(b"\n")]
     sections, prose = _sections(lines, name)
     if not sections:

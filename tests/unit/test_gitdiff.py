@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_overlay.diffs import DiffError
-from vllm_overlay.gitdiff import MAX_PARTS, read
+from vllm_overlay.gitdiff import MAX_LINES, MAX_PARTS, read
 
 HUNK = b"@@ -1,2 +1,2 @@\n a\n-b\n+c\n"
 ONE = b"--- a/x.py\n+++ b/x.py\n" + HUNK
@@ -101,6 +101,7 @@ def test_the_page_of_a_pull_request_is_preferred() -> None:
         (ONE.replace(b"-1,2", b"-1,9") + ONE, 1, "no sound unified diff"),
         (b"nothing", None, "no unified diff found"),
         (b"", None, "no unified diff found"),
+        (ONE + b"\n" * MAX_LINES, None, "the diff is too long"),
         (b"diff --git a/x b/x\n" * (MAX_PARTS + 1), None, "too many files"),
     ],
 )
