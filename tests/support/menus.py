@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
+from vllm_overlay.errors import ConfigError, ConfigErrors
+from vllm_overlay.importer import convert
+from vllm_overlay.importer_write import render
+from vllm_overlay.recipe import Recipe, load_recipe
+
 SMALL = """
 meta:
   title: "Comet 7B"
@@ -153,3 +162,37 @@ novelty: {of: tomorrow}
 guide: |
   Read me.
 """
+
+
+class Made:
+    """An imported recipe, loaded again, and what was said about it."""
+
+    def __init__(self, folder: Path, menu: str, **options: object) -> None:
+        file = folder / "menu.yaml"
+        file.write_text(menu)
+        given = {"name": None, "vllm": None, "hardware": (), **options}
+        imported = convert(file, **given)  # type: ignore[arg-type]
+        self.folder = folder
+        self.file = folder / "made.yaml"
+        self.text = render(imported.body, file)
+        self.file.write_text(self.text)
+        self.notes = [str(note).replace(f"{file}:", "") for note in imported.notes]
+        self.recipe = self.variant(None)
+
+    def variant(self, name: str | None) -> Recipe:
+        return load_recipe(str(self.file), folder=self.folder, variant=name)
+
+    def said(self, *words: str) -> str:
+        """Return the one note that holds all the words."""
+        (found,) = [note for note in self.notes if all(word in note for word in words)]
+        return found
+
+
+def refusal(folder: Path, menu: str, **options: object) -> ConfigError:
+    with pytest.raises((ConfigError, ConfigErrors)) as caught:
+        Made(folder, menu, **options)
+    error = caught.value
+    (one,) = error.errors if isinstance(error, ConfigErrors) else (error,)
+    assert isinstance(one, ConfigError)
+    assert "\n" not in str(one)
+    return one
