@@ -115,7 +115,8 @@ def _receipt(path: Path, plan: str) -> Receipt:
         record = json.loads(path.read_bytes())
         receipt = _parse(record)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        said = f"{type(error).__name__}: {error}"
+        why = error.strerror if isinstance(error, OSError) else error  # which repeats the path
+        said = f"{type(error).__name__}: {why}"
         return Receipt(pid, start, plan, problem=f"receipt {path} cannot be read: {said}")
     if (receipt.pid, receipt.start) != (pid, start):
         said = f"it names process {receipt.pid}-{receipt.start}"

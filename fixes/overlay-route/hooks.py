@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,22 +28,23 @@ class Gauges:
 
     def __init__(self, plan_file: Path) -> None:
         self.plan_file = plan_file
+        self.plan = json.loads(plan_file.read_bytes())
 
     def collect(self) -> Iterator[Metric]:
-        facts = overlay.read_facts(self.plan_file)
         info = GaugeMetricFamily(
             "vllm_overlay_plan_info",
             "The plan that this server runs.",
             labels=["digest", "recipe", "vllm"],
         )
-        info.add_metric([facts["digest"], facts["recipe"]["name"], facts["vllm"]], 1)
+        plan = self.plan
+        info.add_metric([plan["digest"], plan["recipe"]["name"], plan["vllm"]["version"]], 1)
         yield info
         applied = GaugeMetricFamily(
             "vllm_overlay_fix_applied",
             "1: every process of the role that imports what the fix changes shows it applied.",
             labels=["fix", "role"],
         )
-        for names, whole in sorted(overlay.applied_by_role(facts).items()):
+        for names, whole in sorted(overlay.gauge_values(self.plan_file, plan).items()):
             applied.add_metric(names, whole)
         yield applied
 

@@ -7,6 +7,7 @@ Nothing here is secret, because vLLM's API key guards `/v1` and its like only: p
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Mapping
 from html import escape
@@ -22,6 +23,8 @@ Facts = dict[str, Any]
 
 MISSING, WAITING, APPLIED = "missing", "waiting", "applied"
 SHOWN = ("pid", "role", "rank", "state", "fixes")
+UNKNOWN = "unknown"  # the role where the processes cannot be read
+FOLDERS = re.compile(r"/.*/(?=[^/]*\.json)")
 SETTLE = 0.2  # seconds; a child between fork and exec has no receipt of its own
 
 
@@ -56,12 +59,25 @@ def _receipts(plan_file: Path, digest: str) -> list[dict[str, Any]]:
         for row in status_rows(plan_file.parents[2])["processes"]
         if row["plan"] in (digest, None)
     ]
+    for row in rows:
+        row["state"] = _public(row["state"])
     for receipt in read(plan_file.parent):
         if (receipt.pid, receipt.start) == process_key():  # `status` leaves out who asks
             states = {name: receipt.state(name) for name in receipt.fixes}
-            own = (receipt.pid, receipt.role, receipt.rank, receipt.problem or "running", states)
+            own = (
+                receipt.pid,
+                receipt.role,
+                receipt.rank,
+                _public(receipt.problem or "running"),
+                states,
+            )
             rows.append(dict(zip(SHOWN, own, strict=True)))
     return sorted(rows, key=lambda row: int(row["pid"]))
+
+
+def _public(state: str) -> str:
+    """Return a state without the folders of the file that it names."""
+    return FOLDERS.sub("", state)
 
 
 def prefers_html(accept: str) -> bool:
@@ -108,6 +124,17 @@ def applied_by_role(facts: Facts) -> dict[tuple[str, str], bool]:
                 key = (fix["name"], receipt["role"])
                 result[key] = result.get(key, True) and state == APPLIED
     return result
+
+
+def gauge_values(plan_file: Path, plan: Mapping[str, Any]) -> dict[tuple[str, str], bool]:
+    """Return ``applied_by_role``; what cannot be read now proves no fix of the plan applied.
+
+    Raises nothing: vLLM's own metrics are served beside these, whatever our files hold.
+    """
+    try:
+        return applied_by_role(read_facts(plan_file))
+    except Exception:
+        return {(f["name"], UNKNOWN): False for f in plan["fixes"] if f["verdict"] == "apply"}
 
 
 def as_json(facts: Facts) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType
@@ -13,18 +14,24 @@ from typing import Any
 import pytest
 
 from vllm_overlay.activate.receipt import process_key
+from vllm_overlay.errors import ConfigError
+from vllm_overlay.receipts import read
 
 FIX = Path(__file__).parents[2] / "fixes" / "overlay-route"
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,image/webp,*/*;q=0.8"
 
 
-@pytest.fixture(scope="module")
-def overlay() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("overlay_under_test", FIX / "overlay.py")
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("under_test", FIX / name)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def overlay() -> ModuleType:
+    return load("overlay.py")
 
 
 def receipt(role: str, pid: int = 1, state: str = "running", **fixes: str) -> dict[str, Any]:
@@ -176,6 +183,81 @@ def write_receipt(folder: Path, pid: int, start: int, role: str, **modules: str)
     }
     (folder / "receipts").mkdir(exist_ok=True)
     (folder / "receipts" / f"{pid}-{start}.json").write_text(json.dumps(record))
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path) -> Path:
+    """The plan of a state folder with one fix on and one off."""
+    file = tmp_path / "home" / "plans" / ("d" * 64) / "plan.json"
+    file.parent.mkdir(parents=True)
+    plan = facts([fix("a"), fix("b", "off")], []) | {
+        "vllm": {"version": "0.32.0"},
+        "served_model": "smollm2",
+    }
+    file.write_text(json.dumps(plan))
+    return file
+
+
+def test_a_receipt_that_cannot_be_read_is_named_without_its_folder(
+    overlay: ModuleType, plan_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page is open to whoever reaches the server."""
+    folder = plan_file.parent
+    pid, start = process_key()
+    path = folder / "receipts" / f"{pid}-{start}.json"
+    path.mkdir(parents=True)  # EISDIR, in whose text Python names the path once more
+    (problem,) = [receipt.problem for receipt in read(folder)]
+    other = receipt("worker", 7, f"receipt {folder}/receipts/7-8.json is not its own: it names 9-9")
+    rows = {"processes": [other | {"plan": folder.name}]}
+    monkeypatch.setattr(overlay, "status_rows", lambda home: rows)
+    found = overlay.read_facts(plan_file)
+    states = {row["pid"]: row["state"] for row in found["receipts"]}
+    assert states == {
+        pid: f"receipt {path.name} cannot be read: IsADirectoryError: Is a directory",
+        7: "receipt 7-8.json is not its own: it names 9-9",
+    }
+    assert str(path) in str(problem), "who may run `health` is told where it lies"
+    assert str(folder) not in overlay.as_json(found) + overlay.as_html(found)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(5, "Input/output error"), ConfigError("a torn run record"), KeyError("plan"), None],
+)
+def test_what_cannot_be_read_is_a_zero_and_leaves_vllm_s_own_metrics(
+    plan_file: Path, overlay: ModuleType, monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    fastapi = pytest.importorskip("fastapi")
+    prometheus = pytest.importorskip("prometheus_client")
+    from fastapi.testclient import TestClient
+
+    def rows(_: Path) -> None:
+        if error:
+            raise error
+
+    monkeypatch.setattr(overlay, "status_rows", rows)
+    package = ModuleType("vllm.entrypoints.serve.instrumentator")
+    package.overlay = overlay  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    monkeypatch.setenv("VLLM_OVERLAY_PLAN", str(plan_file))
+    hooks = load("hooks.py")
+    stock = prometheus.CollectorRegistry()
+    prometheus.Gauge("vllm_running", "vLLM's own.", registry=stock).set(3)
+    metrics = ModuleType("metrics")
+    metrics.attach_router = lambda app: None  # type: ignore[attr-defined]
+    metrics.get_prometheus_registry = lambda: stock  # type: ignore[attr-defined]
+    metrics.PrometheusResponse = fastapi.Response  # type: ignore[attr-defined]
+    hooks.install(metrics)
+    app = fastapi.FastAPI()
+    metrics.attach_router(app)
+    if error is None:
+        plan_file.unlink()  # with the whole state folder, say
+    answer = TestClient(app).get("/metrics")
+    assert answer.status_code == 200
+    assert "vllm_running 3.0" in answer.text
+    assert 'vllm_overlay_fix_applied{fix="a",role="unknown"} 0.0' in answer.text
+    assert 'fix="b"' not in answer.text
+    assert f'vllm_overlay_plan_info{{digest="{"d" * 64}"' in answer.text
 
 
 def test_the_facts_come_from_the_plan_and_the_live_processes_of_it(
