@@ -113,13 +113,12 @@ def _placed(edit: Edit, diff: FileDiff, text: bytes, tree: Tree, reviewed: bool)
     """Add where the diff and each of its hunks stand; a whole diff that fits is applied."""
     forward, why = _lines(text, diff, edit.module)
     reverse, _ = _lines(text, diff.reversed(), edit.module)
-    if forward and reverse:  # as in a run of equal lines: go by the review, else by the place
-        as_written = reviewed or forward == [hunk.old_start for hunk in diff.hunks]
-        as_carried = not reviewed and reverse == [hunk.new_start for hunk in diff.hunks]
-        if as_written == as_carried:
+    if forward and reverse:  # as in a run of equal lines: a second time, or out again?
+        carried = False if reviewed else _is_carried(edit, diff, text, tree, forward, reverse)
+        if carried is None:
             what = f"{edit.name}: it applies to {edit.module} both forward and in reverse"
             return replace(edit, errors=(what,))
-        forward, reverse = (forward, []) if as_written else ([], reverse)
+        forward, reverse = ([], reverse) if carried else (forward, [])
     edit = replace(edit, fits=bool(forward), carried=bool(reverse))
     hunks = tuple(
         HunkLook(
@@ -134,6 +133,28 @@ def _placed(edit: Edit, diff: FileDiff, text: bytes, tree: Tree, reviewed: bool)
         return _applied(edit, diff, text, tree)
     torn = edit.carried_hunks and all(h.forward or h.reverse for h in hunks)
     return edit if torn else replace(edit, errors=(str(why),))
+
+
+def _is_carried(
+    edit: Edit, diff: FileDiff, text: bytes, tree: Tree, forward: list[int], reverse: list[int]
+) -> bool | None:
+    """Return whether a text that a diff applies to both ways has it already; None if unknown.
+
+    What tells: one way, every hunk stands at the very line that it states; or one way, symbols
+    come or go, while the other only repeats what is there.
+    """
+    as_written = forward == [hunk.old_start for hunk in diff.hunks]
+    as_carried = reverse == [hunk.new_start for hunk in diff.hunks]
+    if as_written == as_carried:
+        try:
+            new, old = (
+                tree.read(diffs.apply(text, way, edit.module), edit.module).own.keys()
+                for way in (diff, diff.reversed())
+            )
+        except ConfigError:
+            return None
+        as_written, as_carried = (edit.before.own.keys() != names for names in (new, old))
+    return None if as_written == as_carried else as_carried
 
 
 def _lines(text: bytes, diff: FileDiff, module: str) -> tuple[list[int], DiffError | None]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.trees import VERSION, make_diff, make_fix, make_tree
 from vllm_overlay.fix import Fix
 from vllm_overlay.verdict import judge
@@ -54,3 +56,24 @@ def test_two_places_in_one_symbol_are_refused(tmp_path: Path) -> None:
     assert verdict_ == "incompatible"
     assert said.startswith("a/x.diff:3: hunk 1 fits two places of the same symbol of vllm.core; ")
     assert "found lines 14, 5; expected one" in said
+
+
+METHOD = "    def run(self):\n        a = 1\n        b = 2\n        return a\n\n"
+ADDED = METHOD.replace("run", "more")
+CLASS = f"class A:\n    def first(self):\n        pass\n\n{METHOD}"
+
+
+@pytest.mark.parametrize("lines", [1, 5])
+@pytest.mark.parametrize(("old", "new"), [(CLASS, CLASS + ADDED), (CLASS + ADDED, CLASS)])
+def test_a_symbol_that_comes_or_goes_tells_whether_the_change_is_there(
+    tmp_path: Path, old: str, new: str, lines: int
+) -> None:
+    """Between equal lines, a method can be put in twice; it is there if it can be taken out."""
+    end = "        a = 1\n        b = 2\n        return a\n\n\nX = 1\nY = 2\n"
+    old, new = old + end, new + end
+    reviewed = {"9.8.0": {"vllm.core": {"A.first": "0" * 64}}}
+    fix = make_fix(
+        tmp_path / "fixes", "a", {"x.diff": make_diff(old, new, "core.py")},
+        edits={"vllm.core": "x.diff"}, reviewed=reviewed,
+    )  # fmt: skip
+    assert verdict(fix, tmp_path, "#\n" * lines + new)[0] == "upstreamed"
