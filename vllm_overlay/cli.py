@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -22,6 +22,9 @@ from vllm_overlay.errors import (
     one_line,
 )
 from vllm_overlay.folders import find_folders, home_folder
+
+if TYPE_CHECKING:
+    from vllm_overlay.resolve import Resolution
 
 EXIT_PIPE = 141  # what a shell shows for a program that SIGPIPE ended
 
@@ -75,14 +78,22 @@ def plan(
 
 
 @app.command()
-def serve(recipe: RecipeName, extra: Extra = None, variant: Variant = None) -> None:
-    """Resolve a recipe, write its plan, and become `vllm serve`."""
+def serve(
+    recipe: RecipeName,
+    extra: Extra = None,
+    variant: Variant = None,
+    as_json: AsJson = False,
+) -> None:
+    """Resolve a recipe, write its plan, show it, and become `vllm serve`."""
     from vllm_overlay.launch import become, prepare
     from vllm_overlay.show import plan_table
 
     resolution = _resolve(recipe, variant, extra)
     launch = prepare(resolution, find_folders(os.environ).home, os.environ)
-    Console(stderr=True).print(plan_table(resolution.plan))
+    if as_json:
+        print_json(resolution.plan.body())
+    else:
+        Console(stderr=True).print(plan_table(resolution.plan))
     become(launch)
 
 
@@ -252,7 +263,7 @@ def recipe_import(
     report(imported.notes)
 
 
-def _resolve(recipe: str, variant: str | None, extra: Sequence[str] | None) -> Any:
+def _resolve(recipe: str, variant: str | None, extra: Sequence[str] | None) -> Resolution:
     from vllm_overlay.resolve import Request, resolve
 
     folders = find_folders(os.environ)

@@ -148,6 +148,11 @@ def test_a_port_in_use(refused: Refused) -> None:
         assert str(port) in refused("serve", "demo", "--", "--port", str(port))
 
 
+def test_a_refused_serve_tells_a_program(home: Path) -> None:
+    done = cli("serve", "demmo", "--json", home=home)
+    assert done.returncode == 78 and "'demo'" in json.loads(done.stdout)["errors"][0]
+
+
 def test_what_the_recipe_requires(refused: Refused, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, requires={"gpus": 64})
     assert "requires.gpus" in refused("serve", str(recipe))
