@@ -11,7 +11,7 @@ As for git, a hunk whose context is cut short stands at that end of the file.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
@@ -22,8 +22,11 @@ from unidiff.errors import UnidiffParseError
 from vllm_overlay.errors import ConfigError
 
 MAX_BYTES = 16 << 20  # of one diff
+MAX_LINES = 100_000  # of one diff; unidiff takes up to a kilobyte for each
+MAX_HUNKS = 5000  # of one file
 MAX_HEADER = 1024  # bytes of a `diff --git` or `Binary files` line
-MAX_PLACES = 1000  # where one hunk may fit; more than that is no context
+MAX_PLACES = 200  # where one hunk may fit; more than that is no context
+MAX_ALL_PLACES = 100_000  # where all hunks of a file may fit
 DEV_NULL = "/dev/null"
 
 
@@ -94,8 +97,9 @@ def parse(text: bytes, name: str) -> tuple[FileDiff, ...]:
 
     ``name`` is what errors call the diff. Raises DiffError for anything but a whole, sound diff.
     """
-    if len(text) > MAX_BYTES:
-        raise DiffError("the diff is too large", file=name, expected=f"{MAX_BYTES >> 20} MiB")
+    if len(text) > MAX_BYTES or text.count(b"\n") > MAX_LINES:
+        most = f"at most {MAX_BYTES >> 20} MiB and {MAX_LINES} lines"
+        raise DiffError("the diff is too large", file=name, expected=most)
     lines = split_lines(text)
     crlf = bool(lines) and all(line.endswith(b"\r\n") for line in lines)
     if crlf:
@@ -127,6 +131,8 @@ def _check_headers(lines: Sequence[bytes], name: str) -> None:
 
 
 def _file(part: PatchedFile, lines: Sequence[bytes], name: str, crlf: bool) -> FileDiff:
+    if len(part) > MAX_HUNKS:
+        raise DiffError("the diff has too many hunks", file=name, expected=f"at most {MAX_HUNKS}")
     hunks = tuple(_hunk(hunk, number, lines, name) for number, hunk in enumerate(part, 1))
     old, new = _path(part.source_file, "a/"), _path(part.target_file, "b/")
     if old is None and new is None:
@@ -233,17 +239,33 @@ def place(source: bytes, diff: FileDiff, name: str) -> list[Placed]:
     """Return the one place of every hunk in ``source``, in order. Raises DiffError."""
     if diff.binary or not diff.hunks:
         raise DiffError(f"the diff has no hunk for {diff.path}", file=diff.name)
-    rows = [_candidates(hunk, source, diff) for hunk in diff.hunks]
-    for hunk, row in zip(diff.hunks, rows, strict=True):
+    rows: list[list[Placed]] = []
+    count = 0
+    for hunk in diff.hunks:
+        row = _candidates(hunk, source, diff)
+        rows.append(row)
+        count += len(row)
         if not row:
             raise DiffError(
                 f"hunk {hunk.number} does not match {name}", file=diff.name, line=hunk.line,
                 found="its lines nowhere", expected=f"them near line {hunk.old_start}",
             )  # fmt: skip
-        if len(row) > MAX_PLACES:
+        if len(row) > MAX_PLACES or count > MAX_ALL_PLACES:
             raise _ambiguous(hunk, row, diff, name)
     rows = _in_order(rows, diff, name)
-    return [_choose(index, rows, diff, name) for index in range(len(rows))]
+    before, after = _last_shifts(rows), _last_shifts(rows[::-1])[::-1]
+    return [
+        _choose(row, {one, other} - {None}, diff, name)
+        for row, one, other in zip(rows, before, after, strict=True)
+    ]
+
+
+def _last_shifts(rows: Sequence[list[Placed]]) -> list[int | None]:
+    """Return for each hunk the shift of the last one so far that has one place only."""
+    shifts: list[int | None] = []
+    for row in rows:
+        shifts.append(row[0].shift if len(row) == 1 else shifts[-1] if shifts else None)
+    return shifts
 
 
 def _candidates(hunk: Hunk, source: bytes, diff: FileDiff) -> list[Placed]:
@@ -255,13 +277,14 @@ def _candidates(hunk: Hunk, source: bytes, diff: FileDiff) -> list[Placed]:
     at_end = not block.endswith(b"\n") or not hunk.trailing
     at_start = hunk.old_start <= 1 and hunk.leading < max(hunk.trailing, 1)
     found: list[Placed] = []
-    at = source.find(block)
+    at, counted, line = source.find(block), 0, 1
     while at >= 0 and len(found) <= MAX_PLACES:
         end = at + len(block)
         ends_well = end == len(source) if at_end else True
         begins_well = not at or (source[at - 1 : at] == b"\n" and not at_start)
         if begins_well and ends_well:
-            found.append(Placed(hunk, source.count(b"\n", 0, at) + 1, at, end))
+            line, counted = line + source.count(b"\n", counted, at), at
+            found.append(Placed(hunk, line, at, end))
         at = source.find(block, at + 1)
     return found
 
@@ -293,16 +316,13 @@ def _in_order(rows: list[list[Placed]], diff: FileDiff, name: str) -> list[list[
     return kept[::-1]
 
 
-def _choose(index: int, rows: Sequence[list[Placed]], diff: FileDiff, name: str) -> Placed:
-    row = rows[index]
-    before = next((other[0] for other in rows[index::-1] if len(other) == 1), None)
-    after = next((other[0] for other in rows[index:] if len(other) == 1), None)
-    shifts = {placed.shift for placed in (before, after) if placed}
+def _choose(row: list[Placed], shifts: Collection[int | None], diff: FileDiff, name: str) -> Placed:
+    """Return the place of a hunk that fits those of ``row``, with neighbours at ``shifts``."""
     likely = [placed for placed in row if placed.shift in shifts] or row
     nearest = min(abs(placed.shift) for placed in likely)
     chosen = [placed for placed in likely if abs(placed.shift) == nearest]
     if len(chosen) > 1:
-        raise _ambiguous(diff.hunks[index], chosen, diff, name)
+        raise _ambiguous(chosen[0].hunk, chosen, diff, name)
     others = tuple(placed for placed in likely if placed != chosen[0])
     return replace(chosen[0], others=others if chosen[0].shift else ())
 

@@ -53,10 +53,10 @@ class Edit:
     def evidence(self) -> dict[str, Any]:
         """Return what was found, JSON-ready."""
         hunks = [vars(hunk) for hunk in self.hunks]
+        texts = {hunk.number: hunk for hunk in self.diff.hunks} if self.diff else {}
         carried = [
-            {"number": hunk.number, "file_line": hunk.reverse, "text": text.text()}
-            for hunk, text in zip(self.hunks, self.diff.hunks if self.diff else (), strict=True)
-            if hunk in self.carried_hunks
+            {"number": h.number, "file_line": h.reverse, "text": texts[h.number].text()}
+            for h in self.carried_hunks
         ]
         return {
             "module": self.module,
@@ -112,7 +112,8 @@ def _only_file(parts: Sequence[FileDiff], path: str) -> FileDiff:
 def _placed(edit: Edit, diff: FileDiff, text: bytes, tree: Tree, reviewed: bool) -> Edit:
     """Add where the diff and each of its hunks stand; a whole diff that fits is applied."""
     forward, why = _lines(text, diff, edit.module)
-    reverse, _ = _lines(text, diff.reversed(), edit.module)
+    undo = diff.reversed()
+    reverse, _ = _lines(text, undo, edit.module)
     if forward and reverse:  # as in a run of equal lines: a second time, or out again?
         carried = False if reviewed else _is_carried(edit, diff, text, tree, forward, reverse)
         if carried is None:
@@ -124,7 +125,7 @@ def _placed(edit: Edit, diff: FileDiff, text: bytes, tree: Tree, reviewed: bool)
         HunkLook(
             hunk.number, hunk.line,
             forward[index] if forward else _line_alone(text, diff, index, edit.module),
-            reverse[index] if reverse else _line_alone(text, diff.reversed(), index, edit.module),
+            reverse[index] if reverse else _line_alone(text, undo, index, edit.module),
         )
         for index, hunk in enumerate(diff.hunks)
     )  # fmt: skip

@@ -324,8 +324,9 @@ def _partly_upstream(fix: Fix, tree: Tree, edits: Sequence[Edit]) -> Iterator[st
     there: list[str] = []
     missing = [f"the hook on {module}" for module in fix.hooks]
     for edit in edits:
+        carried = {hunk.number for hunk in edit.carried_hunks}
         for hunk in edit.hunks:
-            part = there if hunk in edit.carried_hunks else missing
+            part = there if hunk.number in carried else missing
             part.append(f"hunk {hunk.number} of {edit.name}")
     for module in fix.modules:
         (there if _same_module(fix, module, tree) else missing).append(module)
