@@ -98,12 +98,12 @@ def test_a_dead_engine_is_noticed_and_nothing_is_left(tmp_path: Path) -> None:
     assert not psutil.wait_procs(children, timeout=10)[1]
 
 
-def test_a_hook_that_fails_in_the_worker_ends_the_server(tmp_path: Path) -> None:
-    """vLLM turns the end of a worker into status 1; the overlay's is 78, with its own line."""
-    code = "def install(module):\n    raise ImportError('not on this machine')\n"
-    hooks = {"vllm.v1.worker.cpu_model_runner": "hooks.py:install"}
-    write_fix(tmp_path / "fixes", "worker-hook", {"hooks.py": code}, hooks=hooks)
-    recipe = write_recipe(tmp_path, fixes=["worker-hook"])
+def serve_hook(tmp_path: Path, module: str, error: str) -> subprocess.CompletedProcess[str]:
+    """Serve a recipe whose one fix hooks a module and raises; return how that ended."""
+    code = f"def install(module):\n    raise {error}\n"
+    hooks = {module: "hooks.py:install"}
+    write_fix(tmp_path / "fixes", "bad-hook", {"hooks.py": code}, hooks=hooks)
+    recipe = write_recipe(tmp_path, fixes=["bad-hook"])
     done = subprocess.run(
         [COMMAND, "serve", str(recipe), "--", "--port", str(free_port())],
         env=environment(tmp_path, {"VLLM_OVERLAY_FIXES": str(tmp_path / "fixes")}),
@@ -113,26 +113,21 @@ def test_a_hook_that_fails_in_the_worker_ends_the_server(tmp_path: Path) -> None
         check=False,
     )
     assert done.returncode == 78, done.stderr[-3000:]
+    return done
+
+
+def test_a_hook_that_fails_in_the_worker_ends_the_server(tmp_path: Path) -> None:
+    """vLLM turns the end of a worker into status 1; the overlay's is 78, with its own line."""
+    module = "vllm.v1.worker.cpu_model_runner"
+    done = serve_hook(tmp_path, module, "ImportError('not on this machine')")
     (line,) = [line for line in done.stderr.splitlines() if "not on this machine" in line]
-    assert line.startswith("vllm-overlay: ") and "worker-hook" in line
-    assert "vllm.v1.worker.cpu_model_runner" in line
+    assert line.startswith("vllm-overlay: ") and "bad-hook" in line and module in line
 
 
 def test_a_hook_that_fails_after_the_model_has_loaded_leaves_no_engine(tmp_path: Path) -> None:
     """The API server imports its routes last; EngineCore would outlive it with all its memory."""
-    code = "def install(module):\n    raise RuntimeError('too late')\n"
-    hooks = {"vllm.entrypoints.serve.instrumentator.metrics": "hooks.py:install"}
-    write_fix(tmp_path / "fixes", "late-hook", {"hooks.py": code}, hooks=hooks)
-    recipe = write_recipe(tmp_path, fixes=["late-hook"])
-    done = subprocess.run(
-        [COMMAND, "serve", str(recipe), "--", "--port", str(free_port())],
-        env=environment(tmp_path, {"VLLM_OVERLAY_FIXES": str(tmp_path / "fixes")}),
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 78 and "too late" in done.stderr, done.stderr[-3000:]
+    module = "vllm.entrypoints.serve.instrumentator.metrics"
+    assert "too late" in serve_hook(tmp_path, module, "RuntimeError('too late')").stderr
     receipts = [json.loads(path.read_text()) for path in tmp_path.glob("plans/*/receipts/*.json")]
     assert {item["role"] for item in receipts} >= {"engine-core", "worker"}
     assert not [item["pid"] for item in receipts if psutil.pid_exists(item["pid"])]
