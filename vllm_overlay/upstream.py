@@ -73,15 +73,26 @@ class Tree:
         cached = Path(importlib.util.cache_from_source(path)) if path else None
         if path is None or cached is None or not cached.is_file():
             return None
+        known = None
+        if self.cache is not None:  # compiling takes longer than all the rest of a verdict
+            time = str(path.stat().st_mtime_ns)  # Python goes by it
+            pair = [infocache.digest(file.read_bytes()) for file in (path, cached)]
+            known = self.cache / "bytecode" / f"{infocache.key(str(path), time, *pair)}.json"
+            if infocache.load(known) == {"fresh": True}:
+                return None
         loader = _ReadingLoader(module, str(path))
         try:
             fresh = loader.source_to_code(path.read_bytes(), str(path))
         except (SyntaxError, ValueError):
             return None  # reported where its symbols are read
         try:
-            return cached if loader.get_code(module) != fresh else None
+            if loader.get_code(module) != fresh:
+                return cached
         except (ImportError, EOFError, ValueError, TypeError):
             return cached
+        if known is not None:
+            infocache.save(known, {"fresh": True})
+        return None
 
     def source(self, module: str) -> bytes | None:
         path = self.path(module)

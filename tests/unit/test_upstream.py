@@ -8,6 +8,7 @@ import py_compile
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,8 +85,9 @@ def test_digests_are_cached_by_content(tmp_path: Path) -> None:
         assert tree.symbols("vllm.a") == first
 
 
-def test_compiled_code_of_another_source_is_noticed(tmp_path: Path) -> None:
-    tree = make_tree(tmp_path, FILES)
+@pytest.mark.parametrize("cache", [None, "cache"])
+def test_compiled_code_of_another_source_is_noticed(tmp_path: Path, cache: str | None) -> None:
+    tree = replace(make_tree(tmp_path, FILES), cache=tmp_path / cache if cache else None)
     file = tmp_path / "vllm/a.py"
     unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH
     cached = py_compile.compile(str(file), invalidation_mode=unchecked)
@@ -105,6 +107,12 @@ def test_compiled_code_of_another_source_is_noticed(tmp_path: Path) -> None:
     assert Path(cached).read_bytes() == kept  # looking leaves everything as it was
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     Path(cached).write_bytes(kept[:20])
+    assert tree.stale_bytecode("vllm.a") == Path(cached)
+    Path(cached).write_bytes(kept)
+    os.utime(file, ns=(0, 0))
+    for _ in range(2):  # the second answer is a kept one
+        assert tree.stale_bytecode("vllm.a") is None
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))  # nothing but the time changed
     assert tree.stale_bytecode("vllm.a") == Path(cached)
     assert tree.stale_bytecode("vllm.none") is None
 
