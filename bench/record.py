@@ -13,14 +13,28 @@ from typing import Any
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
-def save(name: str, command: str, rows: Sequence[Mapping[str, Any]]) -> Path:
-    """Write the rows of a measurement made by ``command``; return the file."""
+def save(
+    name: str,
+    command: str,
+    rows: Sequence[Mapping[str, Any]],
+    gpu: Mapping[str, str] | None = None,
+    folder: Path = RESULTS,
+) -> Path:
+    """Write the rows of a measurement made by ``command``; return the file.
+
+    ``gpu``: what it ran on, and the versions of what compiled the kernels.
+    """
     now = datetime.now(UTC)
-    file = RESULTS / f"{name}-{now:%Y-%m-%d}.json"
+    file = folder / f"{name}-{now:%Y-%m-%d}.json"
     body = {
         "date": now.isoformat(timespec="seconds"),
         "command": command,
-        "hardware": {"cpu": cpu(), "cores": os.cpu_count(), "machine": platform.machine()},
+        "hardware": {
+            "cpu": cpu(),
+            "cores": os.cpu_count(),
+            "machine": platform.machine(),
+            **({"gpu": gpu} if gpu else {}),
+        },
         "python": platform.python_version(),
         "rows": rows,
     }

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.kernels import TRITON
+from tests.support.kernels import KERNELS
 
 TESTS = Path(__file__).parent
 
@@ -31,7 +31,7 @@ def runs(*command: str) -> bool:
 
 
 def no_triton() -> str | None:
-    return None if (TRITON / "triton").is_dir() else f"Triton is not in {TRITON}"
+    return None if (KERNELS / "triton").is_dir() else f"Triton is not in {KERNELS}"
 
 
 def no_cpu_vllm() -> str | None:

@@ -28,7 +28,7 @@ from name_vllm import name_vllm
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 LOCK = CHECKOUT / "requirements-dev.lock"
-TRITON_LOCK = CHECKOUT / "requirements-triton.lock"
+KERNELS_LOCK = CHECKOUT / "requirements-kernels.lock"
 TORCH = "torch==2.13.0+cpu"  # the local version keeps pip from taking the CUDA build of it
 PYTHON = (3, 11)  # the lock was made for it
 
@@ -81,7 +81,7 @@ def environment(envs: Path, torch_index: str) -> Path:
 
 
 def base_key() -> str:
-    locks = LOCK.read_bytes() + TRITON_LOCK.read_bytes()
+    locks = LOCK.read_bytes() + KERNELS_LOCK.read_bytes()
     parts = (locks, TORCH.encode(), sys.version.encode(), sys.executable.encode())
     return digest(b"\0".join(parts))[:12]
 
@@ -119,8 +119,8 @@ def make_base(base: Path, torch_index: str) -> None:
     hashed = ["--require-hashes", "--only-binary", ":all:", "-r"]
     run("packages", [*pip, *hashed, str(LOCK)], base)
     # Apart: only the kernel tests may find it, vLLM on the CPU must not.
-    apart = ["--target", str(base / "opt" / "triton")]
-    run("triton", [*pip, *apart, *hashed, str(TRITON_LOCK)], base)
+    apart = ["--target", str(base / "opt" / "kernels")]
+    run("kernels", [*pip, *apart, *hashed, str(KERNELS_LOCK)], base)
     index = ["--index-url", torch_index] if torch_index else []
     remedy = "; name an index that has it with `make TORCH_INDEX=URL …`"
     run("torch", [*pip, *index, TORCH], base, remedy)

@@ -2,31 +2,48 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 from tests.support.serving import environment
+from vllm_overlay.folders import home_folder
+from vllm_overlay.releases import find_tree
+from vllm_overlay.upstream import Tree
 
-TRITON = Path(sys.prefix) / "opt" / "triton"  # apart: vLLM on the CPU must not find it
+ROOT = Path(__file__).parents[2]
+FIXES = ROOT / "fixes"
+KERNELS = Path(sys.prefix) / "opt" / "kernels"  # apart: vLLM on the CPU must not find Triton
 INTERPRETED = {
-    "PYTHONPATH": str(TRITON),
     "TRITON_INTERPRET": "1",
     "CUDA_VISIBLE_DEVICES": "",  # without it, vLLM replaces Triton by a stand-in
-    "VLLM_TARGET_DEVICE": "cpu",
 }
 
 
+def release(version: str) -> Tree:
+    """Return the Python files of a vLLM release, kept between runs."""
+    return find_tree(version, home_folder(os.environ))
+
+
 def interpreted(
-    code: str, home: Path, plan: Path | None = None
+    *code: str, home: Path, plan: Path | None = None, tree: Tree | None = None, seconds: int = 300
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``python -c code`` with Triton interpreted, and with a plan if one is given."""
-    env = {**INTERPRETED, **({"VLLM_OVERLAY_PLAN": str(plan)} if plan else {})}
+    """Run ``python *code`` with Triton interpreted, and with a plan if one is given.
+
+    ``tree`` takes the place of the installed vLLM.
+    """
+    path = [str(KERNELS), str(ROOT)] if tree is None else [str(tree.root), str(KERNELS), str(ROOT)]
+    env = {**INTERPRETED, "PYTHONPATH": os.pathsep.join(path)}
+    if tree is None:  # a release's own platform is none, and keeps Triton's kernels
+        env["VLLM_TARGET_DEVICE"] = "cpu"
+    if plan:
+        env["VLLM_OVERLAY_PLAN"] = str(plan)
     return subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, *code],
         env=environment(home, env),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=seconds,
         check=False,
     )

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from pathlib import Path
 
 from vllm_overlay.fix import load_fixes
 from vllm_overlay.patched import plan_modules
 from vllm_overlay.plan import Plan, PlannedFix, fill_store, write_plan
 from vllm_overlay.resolve import fix_digest
-from vllm_overlay.upstream import installed_tree
+from vllm_overlay.upstream import Tree, installed_tree
 from vllm_overlay.verdict import judge, order
 
 
-def write_fixes_plan(fixes: Path, home: Path) -> Path:
-    """Plan every fix of a folder, all of which must apply, and return the plan's path."""
-    tree = installed_tree()
-    judged = judge(order(list(load_fixes(fixes).values())), tree)
+def write_fixes_plan(
+    fixes: Path, home: Path, *, tree: Tree | None = None, names: Collection[str] | None = None
+) -> Path:
+    """Plan the fixes of a folder, all of which must apply, and return the plan's path.
+
+    ``tree`` is the installed vLLM unless given; ``names`` are all of the folder's.
+    """
+    tree = tree or installed_tree()
+    chosen = [fix for fix in load_fixes(fixes).values() if names is None or fix.name in names]
+    judged = judge(order(chosen), tree)
     assert {item.verdict for item in judged} == {"apply"}, [item.reasons for item in judged]
     modules = plan_modules(judged, tree)
     fill_store(modules, home)

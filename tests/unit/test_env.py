@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-STEPS = ["venv", "packages", "triton", "torch", "this checkout"]
+STEPS = ["venv", "packages", "kernels", "torch", "this checkout"]
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 sys.path.insert(0, str(TOOLS))

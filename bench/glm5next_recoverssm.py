@@ -1,0 +1,283 @@
+"""A speculative step of GLM-5.3-Flash's KDA layers: stock, the plain port, and the fix.
+
+On a GPU, with the fix applied:
+``python -m tests.support.with_fixes glm5next-recoverssm python -m bench.glm5next_recoverssm``
+
+The forward part (one launch a layer) is timed as a replayed CUDA graph, as the engine runs it; the
+commit both as launched from Python, as the engine runs it, and as a graph.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from vllm.models.glm5next.common import recoverssm_commit
+from vllm.models.glm5next.nvidia.ops.third_party.kda import fused_recurrent_kda
+
+from bench import recoverssm_port
+from bench.record import RESULTS, save
+
+WINDOW, DIM, LAYERS, GROUPS = 8, 128, 34, 4  # vLLM makes four KV-cache groups of 34 KDA layers
+STOCK_BYTES = 30 << 30  # stock's states of as many layers as fit; the others share theirs
+FORWARD = ("stock", "port", "fix")
+
+
+class Setup:
+    """Layers with pages of their own, all rows of a full window."""
+
+    def __init__(self, heads: int, rows: int) -> None:
+        torch.manual_seed(0)
+        self.heads, self.rows = heads, rows
+        size = (heads, DIM, DIM)
+        self.slots = (1 + torch.randperm(rows * WINDOW, device="cuda")).view(rows, WINDOW).int()
+        self.blocks = (1 + torch.randperm(rows, device="cuda")).int()
+        self.start = torch.arange(0, rows * WINDOW + 1, WINDOW, dtype=torch.int32, device="cuda")
+        self.ones = torch.ones(rows, dtype=torch.int32, device="cuda")
+        per_layer = (1 + rows * WINDOW) * heads * DIM * DIM * 4
+        kept = max(1, min(LAYERS, STOCK_BYTES // per_layer))
+        stock = [torch.randn(1 + rows * WINDOW, *size, device="cuda") for _ in range(kept)]
+        self.layers = [self._layer(stock[number % kept]) for number in range(LAYERS)]
+        groups = [self.layers[group::GROUPS] for group in range(GROUPS)]
+        self.groups = groups
+        self.contexts = [self._context(layers) for layers in groups]
+        self.table = recoverssm_commit.CommitTable.create(self.contexts)
+        self.replay_table = torch.zeros((rows, WINDOW + 1), dtype=torch.int32, device="cuda")
+        self.from_column = torch.full_like(self.ones, WINDOW + 1)
+
+    def _layer(self, stock: torch.Tensor) -> dict[str, Any]:
+        heads, rows, tokens = self.heads, self.rows, self.rows * WINDOW
+        mixed = torch.randn(tokens, 3 * heads * DIM, device="cuda").bfloat16()
+        new = {"device": "cuda", "dtype": torch.bfloat16}
+        channels = 3 * heads * DIM
+        conv = torch.randn(1 + rows, 3 + WINDOW - 1, channels, device="cuda").bfloat16()
+        return {
+            "stock": stock,
+            "state": torch.randn(1 + rows, heads, DIM, DIM, device="cuda"),
+            "conv": conv,
+            "qkv": tuple(part.view(1, tokens, heads, DIM) for part in mixed.split(heads * DIM, -1)),
+            "gate": torch.randn(1, tokens, heads, DIM, **new),
+            "beta": torch.randn(1, tokens, 3 * heads, **new)[..., heads : 2 * heads],
+            "out": torch.empty(1, tokens, heads, DIM, **new),
+            "replayed": torch.empty(1, tokens, heads, DIM, **new),
+            "raw_kv": torch.empty(rows, WINDOW, 2, heads, DIM, **new),
+            "raw_gate": torch.empty(rows, WINDOW, heads, DIM, **new),
+            "raw_beta": torch.empty(rows, WINDOW, heads, **new),
+            "a_log": torch.rand(heads, device="cuda"),
+            "bias": torch.rand(heads * DIM, device="cuda"),
+            "records": recoverssm_commit.allocate_records(
+                rows, heads, DIM, WINDOW, torch.float32, torch.device("cuda")
+            ),
+        }
+
+    def _context(
+        self, layers: list[dict[str, Any]]
+    ) -> recoverssm_commit.Glm5NextRecoverSSMCommitContext:
+        return recoverssm_commit.Glm5NextRecoverSSMCommitContext.create(
+            [
+                SimpleNamespace(
+                    kv_cache=(layer["conv"], layer["state"]), recoverssm_records=layer["records"]
+                )
+                for layer in layers
+            ],
+            spec_query_len=WINDOW,
+            max_num_reqs=self.rows,
+        )
+
+    def forward(self, form: str) -> None:
+        for layer in self.layers:
+            if form == "port":
+                recoverssm_port.verify(layer["qkv"], layer, self.blocks)
+                continue
+            q, k, v = layer["qkv"]
+            common = {
+                "q": q,
+                "k": k,
+                "v": v,
+                "g": layer["gate"],
+                "beta": layer["beta"],
+                "out": layer["out"],
+            }
+            common |= {"a_log": layer["a_log"], "g_bias": layer["bias"], "lower_bound": -5.0}
+            if form == "stock":
+                fused_recurrent_kda(
+                    initial_state=layer["stock"],
+                    use_qk_l2norm_in_kernel=True,
+                    cu_seqlens=self.start,
+                    ssm_state_indices=self.slots,
+                    num_accepted_tokens=self.ones,
+                    sigmoid_beta=True,
+                    compute_gate=True,
+                    **common,
+                )
+            else:
+                recoverssm_commit.kda_recoverssm_verify(
+                    checkpoint_state=layer["state"],
+                    records=layer["records"],
+                    query_start_loc=self.start,
+                    state_indices=self.blocks,
+                    **common,
+                )
+
+    def commit(self, form: str, accepted: torch.Tensor) -> None:
+        for context, layers in zip(self.contexts, self.groups, strict=True):
+            context.prepare(accepted, self.blocks, self.start)
+            if form == "port":
+                context.table.compact(self.rows)
+                recoverssm_port.replay(
+                    layers, context.plan, self.replay_table, self.start, self.from_column
+                )
+        if form == "fix":
+            self.table.apply(self.rows)
+
+    def bytes(self, form: str, accepted: int) -> float:
+        """What a whole step must move at least: states, inputs, outputs, records, windows."""
+        token = self.rows * self.heads * DIM
+        state = token * DIM * 4
+        inputs = WINDOW * token * 2 * 5
+        if form == "stock":
+            return LAYERS * (state * (1 + WINDOW) + inputs)
+        written, read = (6, 6) if form == "port" else (12, 12)
+        replayed = WINDOW if form == "port" else accepted
+        records = token * (WINDOW * written + replayed * read)
+        window = self.rows * 3 * self.heads * DIM * 3 * 2 * (2 if accepted > 1 else 0)
+        return LAYERS * (3 * state + inputs + records + window)
+
+
+def graph(call: Callable[[], None]) -> Callable[[], None]:
+    call()
+    torch.cuda.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        call()
+    return captured.replay
+
+
+def median_ms(call: Callable[[], None], rep: int = 60) -> float:
+    return float(triton.testing.do_bench(call, warmup=15, rep=rep, return_mode="median"))
+
+
+def launches(call: Callable[[], None]) -> int:
+    """Count the kernels that a call starts."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        call()
+        torch.cuda.synchronize()
+    return sum(event.device_type == DeviceType.CUDA for event in profiled.events())
+
+
+def copy_ceiling() -> float:
+    """Bytes a second, read and written, of a large copy."""
+    source = torch.empty(2**32, device="cuda", dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / median_ms(lambda: target.copy_(source)) * 1e3
+
+
+def measure(heads: int, rows: int, accepted: Sequence[int], ceiling: float) -> list[dict[str, Any]]:
+    setup = Setup(heads, rows)
+    found = []
+    forward = {form: median_ms(graph(lambda f=form: setup.forward(f))) for form in FORWARD}
+    counts = {
+        form: launches(lambda f=form: setup.commit(f, setup.ones)) for form in ("port", "fix")
+    }
+    for number, form in itertools.product(accepted, FORWARD):
+        taken = setup.ones * number
+        commit = commit_graph = 0.0
+        if form != "stock":
+            setup.forward(form)  # so that the records are finite
+            commit = median_ms(lambda f=form, t=taken: setup.commit(f, t))
+            commit_graph = median_ms(graph(lambda f=form, t=taken: setup.commit(f, t)))
+        step = forward[form] + commit
+        moved = setup.bytes(form, number)
+        found.append(
+            {
+                "heads": heads,
+                "requests": rows,
+                "accepted": number,
+                "form": form,
+                "forward_ms": round(forward[form], 4),
+                "commit_ms": round(commit, 4),
+                "commit_graph_ms": round(commit_graph, 4),
+                "step_ms": round(step, 4),
+                "x_stock": round(step / forward["stock"], 3),
+                "launches": LAYERS + counts.get(form, 0),
+                "commit_launches": counts.get(form, 0),
+                "bytes": round(moved),
+                "share_of_copy": round(moved / (step * 1e-3) / ceiling, 3),
+            }
+        )
+    return found
+
+
+def sweep(heads: int, rows: int) -> None:
+    """Tiles of the fix's two large kernels; the sums keep their order with one warp only."""
+    setup = Setup(heads, rows)
+    for tile in (8, 16, 32):
+        recoverssm_commit._VERIFY_ROWS = tile
+        ms = median_ms(graph(lambda: setup.forward("fix")))
+        print(
+            f"verify {heads:>3} heads {rows:>4} requests: {tile:>3} rows {ms:8.4f} ms", flush=True
+        )
+    for tile, warps in ((8, 1), (16, 1), (16, 2), (32, 1), (32, 2), (32, 4), (64, 4), (128, 8)):
+        recoverssm_commit._FOLD_ROWS, recoverssm_commit._FOLD_WARPS = tile, warps
+        ms = [
+            median_ms(graph(lambda n=number: setup.commit("fix", setup.ones * n)))
+            for number in (1, 8)
+        ]
+        line = f"commit {heads:>3} heads {rows:>4} requests: {tile:>3} rows {warps} warps"
+        print(line, *(f"{value:8.4f}" for value in ms), "ms at 1 and 8 accepted", flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--heads", default="16,64")
+    parser.add_argument("--requests", default="8,16,64,128,256")
+    parser.add_argument("--accepted", default="1,3,8")
+    parser.add_argument("--sweep", action="store_true", help="try tiles; measure nothing else")
+    parser.add_argument("--save", type=Path, nargs="?", const=RESULTS, help="keep the rows there")
+    options = parser.parse_args(arguments)
+    heads, requests, accepted = (
+        [int(part) for part in text.split(",")]
+        for text in (options.heads, options.requests, options.accepted)
+    )
+    if options.sweep:
+        for size in itertools.product(heads, requests):
+            sweep(*size)
+            torch.cuda.empty_cache()
+        return 0
+    ceiling = copy_ceiling()
+    print(f"copy: {ceiling / 1e12:.2f} TB/s", flush=True)
+    rows = []
+    for size in itertools.product(heads, requests):
+        for row in measure(*size, accepted, ceiling):
+            rows.append(row)
+            print(*row.values(), flush=True)
+        torch.cuda.empty_cache()
+    print(*rows[0])
+    if options.save:
+        gpu = {
+            "name": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "copy_bytes_per_s": f"{ceiling:.4g}",
+        }
+        command = "python -m bench.glm5next_recoverssm " + " ".join(arguments or sys.argv[1:])
+        print(save("glm5next-recoverssm-kernels", command, rows, gpu, options.save))
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    sys.exit(main())

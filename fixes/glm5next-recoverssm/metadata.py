@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one step of GLM-5.3-Flash's RecoverSSM hands from its metadata to its commit."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from vllm.models.glm5next.common.recoverssm_commit import (
+    CommitTable,
+    Glm5NextRecoverSSMCommitContext,
+)
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
+from vllm.v1.attention.backends.recoverssm_metadata import (
+    RecoverSSMMetadata,
+    RecoverSSMPostprocessMetadata,
+)
+from vllm.v1.worker.gpu.model_states.recoverssm import (
+    RecoverSSMState,
+    _postprocess_recoverssm_align_kernel,
+)
+
+
+@dataclass(frozen=True)
+class AlignCommit:
+    block_table: torch.Tensor
+    num_computed_tokens: torch.Tensor
+    block_size: int
+
+
+@dataclass(frozen=True)
+class Commit:
+    """One group's part of a step's commit; arguments of the commit context."""
+
+    state_indices: torch.Tensor
+    query_start_loc: torch.Tensor
+    request_indices: torch.Tensor | None
+    align: AlignCommit | None
+
+
+@dataclass
+class Glm5NextRecoverSSMMetadata(GDNAttentionMetadata, RecoverSSMMetadata):
+    """A step in which rows verify; ``num_spec_decodes`` counts them."""
+
+    recoverssm_commit: Commit | None = None
+    recoverssm_context: Glm5NextRecoverSSMCommitContext | None = field(
+        default=None, repr=False, compare=False
+    )
+
+    def prepare_commit(self, num_accepted_tokens: torch.Tensor) -> None:
+        """Plan this group's commit; ``num_accepted_tokens`` per batch row."""
+        commit, context = self.recoverssm_commit, self.recoverssm_context
+        assert commit is not None and context is not None
+        align = commit.align
+        context.prepare(
+            num_accepted_tokens,
+            commit.state_indices,
+            commit.query_start_loc,
+            request_indices=commit.request_indices,
+            block_table=align.block_table if align else None,
+            num_computed_tokens=align.num_computed_tokens if align else None,
+            mamba_block_size=align.block_size if align else None,
+        )
+
+    def postprocess_metadata(self) -> RecoverSSMPostprocessMetadata | None:
+        """What ``record_state_blocks`` needs after the commit; None outside align mode."""
+        commit = self.recoverssm_commit
+        if commit is None or commit.align is None:
+            return None
+        return RecoverSSMPostprocessMetadata(
+            num_spec_decodes=self.num_spec_decodes,
+            request_indices=commit.request_indices,
+            block_table=commit.align.block_table,
+            num_computed_tokens=commit.align.num_computed_tokens,
+            block_size=commit.align.block_size,
+        )
+
+    def commit_recoverssm_state(
+        self, num_accepted_tokens: torch.Tensor
+    ) -> RecoverSSMPostprocessMetadata | None:
+        """Commit this group alone. The runner's hook commits all groups of a step at once."""
+        if self.recoverssm_context is not None:
+            commit_groups([self], self.recoverssm_context.table, num_accepted_tokens)
+        return self.postprocess_metadata()
+
+
+def commit_groups(
+    step: Sequence[Glm5NextRecoverSSMMetadata],
+    table: CommitTable,
+    num_accepted_tokens: torch.Tensor,
+) -> None:
+    """Commit one step of the groups whose layers ``table`` holds, in ``len(step) + 2`` launches."""
+    for metadata in step:
+        metadata.prepare_commit(num_accepted_tokens)
+    table.apply(step[0].num_spec_decodes)
+
+
+def record_state_blocks(
+    meta: RecoverSSMPostprocessMetadata,
+    idx_mapping: torch.Tensor,
+    num_sampled: torch.Tensor,
+    state_indices: torch.Tensor,
+    num_accepted_tokens: torch.Tensor,
+) -> None:
+    """Point each committed request at the block column of its last token, where its state is.
+
+    All int32: ``idx_mapping`` [batch] batch row to request slot, ``num_sampled`` [batch],
+    ``state_indices`` and ``num_accepted_tokens`` [slots]. vLLM 0.33.0's own kernel does it: the
+    column that it records is the one that ``plan_kernel`` chose.
+    """
+    _postprocess_recoverssm_align_kernel[(meta.num_spec_decodes,)](
+        idx_mapping,
+        num_sampled,
+        meta.request_indices,
+        meta.num_computed_tokens,
+        state_indices,
+        num_accepted_tokens,
+        MAMBA_BLOCK_SIZE=meta.block_size,
+        BLOCK_TABLE_WIDTH=meta.block_table.shape[1],
+    )
+
+
+class Glm5NextRecoverSSMState(RecoverSSMState):
+    """The runner's hook: commits a step's KV-cache groups together once tokens are sampled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._table: CommitTable | None = None
+
+    def commit_step(
+        self,
+        num_sampled: torch.Tensor | int,
+        idx_mapping: torch.Tensor,
+        *,
+        state_indices: torch.Tensor | None,
+        num_accepted_tokens: torch.Tensor,
+    ) -> None:
+        """Commit the recorded step, once. Arguments as for ``record_state_blocks``."""
+        step, self._step = self._step, None
+        if isinstance(num_sampled, int) or not step:
+            return
+        contexts = tuple(metadata.recoverssm_context for metadata in step)
+        if self._table is None or self._table.contexts != contexts:
+            self._table = CommitTable.create(contexts)
+        commit_groups(step, self._table, num_sampled)
+        # The groups share block size and token counts, so that one of them speaks for all.
+        meta = step[0].postprocess_metadata()
+        if meta is not None:
+            assert state_indices is not None
+            record_state_blocks(meta, idx_mapping, num_sampled, state_indices, num_accepted_tokens)
