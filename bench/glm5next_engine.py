@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
-import logging
-import re
 import subprocess
 import sys
 import tempfile
@@ -33,17 +31,8 @@ GRAPHS = (8, 16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 896, 1024)
 
 def worker(folder: Path, heads: int, kv_gib: float, side: str) -> None:
     """Start one engine; once all have started, take the GPU and time it."""
-    from bench.random_glm import Engine, greedy, prompts, start
+    from bench.random_glm import Engine, greedy, kv_tokens, prompts, start
 
-    capacity: list[int] = []
-
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            found = re.search(r"KV cache size: ([\d,]+) tokens", record.getMessage())
-            if found:
-                capacity.append(int(found[1].replace(",", "")))
-
-    logging.getLogger("vllm.v1.core.kv_cache_utils").addHandler(Listener())
     engine = Engine(heads=heads, hidden=4096, kv_gib=kv_gib, seqs=128, batched=8192, graphs=GRAPHS)
     llm = start(engine)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
@@ -80,7 +69,7 @@ def worker(folder: Path, heads: int, kv_gib: float, side: str) -> None:
                     "tokens_per_s": round(median(rates)),
                     "rates": [round(rate) for rate in rates],
                     "running_at_once": most[0],
-                    "kv_tokens": capacity[-1] if capacity else None,
+                    "kv_tokens": kv_tokens(llm),
                 }
             )
     (folder / f"{name}.json").write_text(json.dumps(rows))

@@ -17,8 +17,8 @@ os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
 
 import torch
-import vllm.model_executor.model_loader.weight_utils as weight_utils
 from vllm import LLM, SamplingParams
+from vllm.model_executor.model_loader import dummy_loader
 
 WORDS = 32768
 
@@ -94,7 +94,7 @@ def model_config(heads: int, layers: int, hidden: int) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def lively(param: torch.Tensor, low: float, high: float, seed: int = 0, name: str = "") -> None:
+def lively(param: torch.Tensor, name: str) -> None:
     """Fill a weight so that a wrong state shows in the logits; vLLM's dummy weights hide it."""
     if not torch.is_floating_point(param) or param.device.type == "meta":
         return
@@ -122,7 +122,7 @@ def start(engine: Engine) -> LLM:
     folder = Path(tempfile.mkdtemp())
     config = model_config(engine.heads, engine.layers, engine.hidden)
     (folder / "config.json").write_text(json.dumps(config))
-    weight_utils.initialize_single_dummy_weight = lively
+    dummy_loader.initialize_single_dummy_weight = lively
     speculative: dict[str, Any] = {"method": engine.method, "num_speculative_tokens": 7}
     if engine.method == "ngram":
         speculative |= {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
@@ -153,6 +153,12 @@ def prompts(count: int, length: int, seed: int) -> list[dict[str, list[int]]]:
         {"prompt_token_ids": [draw.randrange(10, 32000) for _ in range(length)]}
         for _ in range(count)
     ]
+
+
+def kv_tokens(llm: LLM) -> int:
+    """How many tokens of requests of the greatest length vLLM says that the cache holds."""
+    config = llm.llm_engine.vllm_config
+    return int(config.cache_config.kv_cache_max_concurrency * config.model_config.max_model_len)
 
 
 def greedy(llm: LLM, asked: list[dict[str, list[int]]], tokens: int, **more: Any) -> list[Any]:

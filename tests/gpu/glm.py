@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from vllm import LLM
 
-from bench.random_glm import Engine, greedy, prompts, start
+from bench.random_glm import Engine, greedy, kv_tokens, prompts, start
 
 
 def counters(mutant: str) -> dict[str, Any]:
@@ -135,6 +135,7 @@ def main(mutant: str, runs: Sequence[str], engine: Engine, file: Path) -> None:
     if counted:
         counted["committed"] = int(counted["committed"])
     found |= {"counted": counted, "metrics": metrics(llm)}
+    found["kv_tokens"] = kv_tokens(llm)
     found["block"] = llm.llm_engine.vllm_config.cache_config.mamba_block_size
     file.write_text(json.dumps(found))
 
