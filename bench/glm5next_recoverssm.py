@@ -14,6 +14,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -158,7 +159,8 @@ def graph(call: Callable[[], None]) -> Callable[[], None]:
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured):
         call()
-    return captured.replay
+    replay: Callable[[], None] = captured.replay
+    return replay
 
 
 def median_ms(call: Callable[[], None], rep: int = 60) -> float:
@@ -175,30 +177,28 @@ def launches(call: Callable[[], None]) -> int:
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         call()
         torch.cuda.synchronize()
-    return sum(event.device_type == DeviceType.CUDA for event in profiled.events())
+    return len([event for event in profiled.events() if event.device_type == DeviceType.CUDA])
 
 
 def copy_ceiling() -> float:
     """Bytes a second, read and written, of a large copy."""
     source = torch.empty(2**32, device="cuda", dtype=torch.uint8)
     target = torch.empty_like(source)
-    return 2 * source.numel() / median_ms(lambda: target.copy_(source)) * 1e3
+    return float(2 * source.numel() / median_ms(lambda: target.copy_(source)) * 1e3)
 
 
 def measure(heads: int, rows: int, accepted: Sequence[int], ceiling: float) -> list[dict[str, Any]]:
     setup = Setup(heads, rows)
     found = []
-    forward = {form: median_ms(graph(lambda f=form: setup.forward(f))) for form in FORWARD}
-    counts = {
-        form: launches(lambda f=form: setup.commit(f, setup.ones)) for form in ("port", "fix")
-    }
+    forward = {form: median_ms(graph(partial(setup.forward, form))) for form in FORWARD}
+    counts = {form: launches(partial(setup.commit, form, setup.ones)) for form in ("port", "fix")}
     for number, form in itertools.product(accepted, FORWARD):
         taken = setup.ones * number
         commit = commit_graph = 0.0
         if form != "stock":
             setup.forward(form)  # so that the records are finite
-            commit = median_ms(lambda f=form, t=taken: setup.commit(f, t))
-            commit_graph = median_ms(graph(lambda f=form, t=taken: setup.commit(f, t)))
+            commit = median_ms(partial(setup.commit, form, taken))
+            commit_graph = median_ms(graph(partial(setup.commit, form, taken)))
         step = forward[form] + commit
         moved = setup.bytes(form, number)
         found.append(
@@ -226,18 +226,17 @@ def sweep(heads: int, rows: int) -> None:
     setup = Setup(heads, rows)
     for tile in (8, 16, 32):
         recoverssm_commit._VERIFY_ROWS = tile
-        ms = median_ms(graph(lambda: setup.forward("fix")))
+        ms = median_ms(graph(partial(setup.forward, "fix")))
         print(
             f"verify {heads:>3} heads {rows:>4} requests: {tile:>3} rows {ms:8.4f} ms", flush=True
         )
     for tile, warps in ((8, 1), (16, 1), (16, 2), (32, 1), (32, 2), (32, 4), (64, 4), (128, 8)):
         recoverssm_commit._FOLD_ROWS, recoverssm_commit._FOLD_WARPS = tile, warps
-        ms = [
-            median_ms(graph(lambda n=number: setup.commit("fix", setup.ones * n)))
-            for number in (1, 8)
+        both = [
+            median_ms(graph(partial(setup.commit, "fix", setup.ones * number))) for number in (1, 8)
         ]
         line = f"commit {heads:>3} heads {rows:>4} requests: {tile:>3} rows {warps} warps"
-        print(line, *(f"{value:8.4f}" for value in ms), "ms at 1 and 8 accepted", flush=True)
+        print(line, *(f"{ms:8.4f}" for ms in both), "ms at 1 and 8 accepted", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -93,7 +93,6 @@ def model_config(heads: int, layers: int, hidden: int) -> dict[str, Any]:
     }
 
 
-@torch.no_grad()
 def lively(param: torch.Tensor, name: str) -> None:
     """Fill a weight so that a wrong state shows in the logits; vLLM's dummy weights hide it."""
     if not torch.is_floating_point(param) or param.device.type == "meta":
@@ -114,7 +113,8 @@ def lively(param: torch.Tensor, name: str) -> None:
     else:
         wide = 1.0 if "embed_tokens" in name else param.shape[-1] ** -0.5
         values.normal_(0.0, wide, generator=generator)
-    param.copy_(values)
+    with torch.no_grad():
+        param.copy_(values)
 
 
 def start(engine: Engine) -> LLM:

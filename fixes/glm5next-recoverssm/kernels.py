@@ -67,27 +67,42 @@ def verify_kernel(
     bias = tl.load(gate_bias_ptr + keys).to(tl.float32)
     tile = values[:, None] * K + tl.arange(0, K)[None, :]
     state = tl.load(state_ptr + block * STRIDE_STATE + tile).to(tl.float32)
+    # Walked as pointers, as the stock kernel does: addresses computed anew in the loop would share
+    # a layout with the records, and where a token's stride is no multiple of 16 the keys' norm
+    # would be summed in another order.
+    q_ptr += first * stride_q + keys
+    k_ptr += first * stride_k + keys
+    v_ptr += first * stride_v + values
+    gate_ptr += first * (H * K) + keys
+    beta_ptr += first * stride_beta + head
+    out_ptr += first * (H * V) + values
+    record_ptr += row * (Q * 3 * H * K)
 
-    for step in range(length):
-        token = first + step
-        query = _unit(tl.load(q_ptr + token * stride_q + keys).to(tl.float32)) * scale
-        key = _unit(tl.load(k_ptr + token * stride_k + keys).to(tl.float32))
-        value = tl.load(v_ptr + token * stride_v + values).to(tl.float32)
-        logit = tl.load(gate_ptr + token * (H * K) + keys).to(tl.float32) + bias
+    for _ in range(length):
+        query = _unit(tl.load(q_ptr).to(tl.float32)) * scale
+        key = _unit(tl.load(k_ptr).to(tl.float32))
+        value = tl.load(v_ptr).to(tl.float32)
+        logit = tl.load(gate_ptr).to(tl.float32) + bias
         decay = exp(LOWER_BOUND / (1.0 + tl.exp(-(amplitude * logit))))
-        beta = tl.sigmoid(tl.load(beta_ptr + token * stride_beta + head).to(tl.float32))
+        beta = tl.sigmoid(tl.load(beta_ptr).to(tl.float32))
 
         state *= decay[None, :]
         correction = (value - tl.sum(state * key[None, :], 1)) * beta
         state += correction[:, None] * key[None, :]
         out = tl.sum(state * query[None, :], 1)
-        tl.store(out_ptr + token * (H * V) + values, out.to(out_ptr.dtype.element_ty))
-
-        record = record_ptr + (row * Q + step) * (3 * H * K)
-        tl.store(record + 2 * H * K + values, correction)
+        tl.store(out_ptr, out.to(out_ptr.dtype.element_ty))
+        tl.store(record_ptr + 2 * H * K + values, correction)
         if part == 0:  # the same for all value tiles of the head
-            tl.store(record + keys, key)
-            tl.store(record + H * K + keys, decay)
+            tl.store(record_ptr + keys, key)
+            tl.store(record_ptr + H * K + keys, decay)
+
+        q_ptr += stride_q
+        k_ptr += stride_k
+        v_ptr += stride_v
+        gate_ptr += H * K
+        beta_ptr += stride_beta
+        out_ptr += H * V
+        record_ptr += 3 * H * K
 
 
 @triton.jit

@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
 from tests.support.kda_cases import CASES, Size  # noqa: E402
 
 
-@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("heads", [3, 16, 64])
 @pytest.mark.parametrize("name", CASES)
 def test_case(name: str, heads: int) -> None:
     CASES[name](Size(heads=heads, dim=128, rows=13, steps=6, device="cuda"))

@@ -16,6 +16,7 @@ NAMES = [
     *(f"window_{window}" for window in range(1, 9)),
     "bf16_state",
     "columns_first",
+    "odd_strides",
     "interleaved",
     "padding_rows",
     "layers_of_a_group",

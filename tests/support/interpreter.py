@@ -1,6 +1,6 @@
 """Lets vLLM's CUDA modules be imported and interpreted on a machine without a GPU.
 
-Import it before vLLM. On a GPU, where nothing is interpreted, it does nothing.
+Import it before vLLM. On a GPU it does nothing.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ import os
 import sys
 from types import FunctionType, ModuleType
 
+import torch
+
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
-if INTERPRETING:
-    import torch
-
-    # torchvision's CUDA build cannot load its library here, which defines these two.
+if torch.version.cuda is None:  # torchvision's CUDA build cannot load its library, which has these
     _library = torch.library.Library("torchvision", "DEF")
     for _name in ("nms", "qnms"):
         _library.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

@@ -31,6 +31,7 @@ class Shape:
     state: torch.dtype = torch.float32
     columns_first: bool = False  # convolution pages as [columns, channels]
     block: int | None = None
+    pad: int = 0  # columns more than the layer's projection has: an odd token stride
     device: str = "cpu"
 
     @property
@@ -145,7 +146,7 @@ class Rig:
         self._commit(step, start, blocks)
 
     def verify_all(self, start: torch.Tensor, blocks: torch.Tensor) -> None:
-        """Verify every layer's window in both; ``start`` and ``blocks`` as the kernels want them."""
+        """Verify every layer's window in both; ``start`` and ``blocks`` as kernels want them."""
         for number in range(self.shape.layers):
             self._verify(number, start, blocks)
 
@@ -153,12 +154,12 @@ class Rig:
         """Run one layer's window in both, on the same inputs."""
         shape, weights, records = self.shape, self.weights[number], self.records[number]
         tokens, rows = int(start[-1]), len(blocks)
-        inputs = torch.randn(tokens, shape.channels, device=shape.device).bfloat16()
-        # Columns of a wider projection, as the layer passes them.
-        wide = torch.randn(tokens, 3 * shape.heads, device=shape.device).bfloat16()
+        # Columns of one projection, as the layer passes them: q, k, v, beta and two more.
+        width = shape.channels + shape.heads + 2 * shape.dim + shape.pad
+        wide = torch.randn(tokens, width, device=shape.device).bfloat16()
         common = {
             "g": torch.randn(1, tokens, shape.heads, shape.dim, device=shape.device).bfloat16(),
-            "beta": wide[None, :, shape.heads : 2 * shape.heads],
+            "beta": wide[None, :, shape.channels : shape.channels + shape.heads],
             "a_log": weights.a_log,
             "g_bias": weights.bias,
             "lower_bound": LOWER_BOUND,
@@ -166,7 +167,7 @@ class Rig:
         slots = torch.where(blocks[:, None] > 0, self.slots[:rows], 0)
         last = torch.tensor(self.last[:rows], dtype=torch.int32, device=shape.device)
         stock, ours = self.stock[number], self.ours[number]
-        qkv, out = self._convolved(stock, inputs, weights, slots[:, 0], last, start)
+        qkv, out = self._convolved(stock, wide, weights, slots[:, 0], last, start)
         fused_recurrent_kda(
             **qkv,
             **common,
@@ -180,7 +181,7 @@ class Rig:
             compute_gate=True,
         )
         ours_qkv, ours_out = self._convolved(
-            ours, inputs, weights, blocks, torch.ones_like(last), start
+            ours, wide, weights, blocks, torch.ones_like(last), start
         )
         before = ours.state.clone()
         records.data.fill_(float("nan"))
@@ -201,7 +202,7 @@ class Rig:
     def _convolved(
         self,
         cache: Cache,
-        inputs: torch.Tensor,
+        wide: torch.Tensor,
         weights: SimpleNamespace,
         blocks: torch.Tensor,
         last: torch.Tensor,
@@ -209,7 +210,7 @@ class Rig:
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """Return q, k, v as columns of one buffer, and an output buffer full of NaN."""
         mixed = causal_conv1d_update(
-            inputs.clone(),
+            wide.clone()[:, : self.shape.channels],
             cache.conv,
             weights.conv,
             None,
@@ -221,7 +222,7 @@ class Rig:
         )
         heads, dim = self.shape.heads, self.shape.dim
         parts = (part.view(1, -1, heads, dim) for part in mixed.split(heads * dim, dim=-1))
-        out = torch.full((1, len(inputs), heads, dim), float("nan"), device=inputs.device)
+        out = torch.full((1, len(wide), heads, dim), float("nan"), device=wide.device)
         return dict(zip("qkv", parts, strict=True)), out.bfloat16()
 
     def _commit(self, step: Step, start: torch.Tensor, blocks: torch.Tensor) -> None:

@@ -61,6 +61,11 @@ def columns_first(size: Size) -> None:
     _schedule(Rig(size.shape(columns_first=True)), size.steps, 12)
 
 
+def odd_strides(size: Size) -> None:
+    """Tokens that lie at no multiple of 16: Triton's loads, and so its sums, are others."""
+    _schedule(Rig(size.shape(pad=3)), size.steps, 15)
+
+
 def interleaved(size: Size) -> None:
     _schedule(Rig(size.shape(block=8)), size.steps, 13, interleaved=True)
 
@@ -175,6 +180,7 @@ CASES: dict[str, Callable[[Size], None]] = {
     **{f"window_{window}": _window(window) for window in range(1, 9)},
     "bf16_state": bf16_state,
     "columns_first": columns_first,
+    "odd_strides": odd_strides,
     "interleaved": interleaved,
     "padding_rows": padding_rows,
     "layers_of_a_group": layers_of_a_group,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from tests.support.serving import environment
@@ -27,14 +28,18 @@ def release(version: str) -> Tree:
 
 
 def interpreted(
-    *code: str, home: Path, plan: Path | None = None, tree: Tree | None = None, seconds: int = 300
+    *code: str,
+    home: Path,
+    plan: Path | None = None,
+    tree: Tree | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python *code`` with Triton interpreted, and with a plan if one is given.
 
     ``tree`` takes the place of the installed vLLM.
     """
     path = [str(KERNELS), str(ROOT)] if tree is None else [str(tree.root), str(KERNELS), str(ROOT)]
-    env = {**INTERPRETED, "PYTHONPATH": os.pathsep.join(path)}
+    env = {**INTERPRETED, "PYTHONPATH": os.pathsep.join(path), **(env or {})}
     if tree is None:  # a release's own platform is none, and keeps Triton's kernels
         env["VLLM_TARGET_DEVICE"] = "cpu"
     if plan:
@@ -44,6 +49,6 @@ def interpreted(
         env=environment(home, env),
         capture_output=True,
         text=True,
-        timeout=seconds,
+        timeout=600,
         check=False,
     )
