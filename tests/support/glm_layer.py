@@ -161,8 +161,8 @@ class Engine:
         self.computed = torch.zeros(REQUESTS, dtype=torch.int32)
         self.accepted = torch.ones(REQUESTS, dtype=torch.int32)
 
-    def step(self, rows: list[Row]) -> torch.Tensor:
-        """Return the layer's output [tokens, heads, head size]; NaN where nothing was written."""
+    def metadata(self, rows: list[Row]) -> Any:
+        """Return what the builder makes of a step."""
         requests = torch.tensor([row.request for row in rows])
         lens = torch.tensor([row.tokens for row in rows], dtype=torch.int32)
         start = torch.cat([torch.zeros(1, dtype=torch.int32), lens.cumsum(0).int()])
@@ -181,9 +181,14 @@ class Engine:
             is_prefilling=~verifies,
             seq_lens_cpu_upper_bound=seq_lens,
         )
-        drafts = torch.where(verifies, lens - 1, -1)
-        metadata = self.builder.build(0, common, self.accepted[requests], drafts)
-        out = self._forward(metadata, int(start[-1]))
+        drafts = torch.where(verifies & (lens > 0), lens - 1, -1)
+        return self.builder.build(0, common, self.accepted[requests], drafts)
+
+    def step(self, rows: list[Row]) -> torch.Tensor:
+        """Return the layer's output [tokens, heads, head size]; NaN where nothing was written."""
+        metadata = self.metadata(rows)
+        requests = torch.tensor([row.request for row in rows])
+        out = self._forward(metadata, sum(row.tokens for row in rows))
         sampled = torch.tensor([max(row.accepted, 1) for row in rows], dtype=torch.int32)
         if self.state is not None:
             groups = [[SimpleNamespace(layer_names=[NAME])]]
@@ -192,7 +197,8 @@ class Engine:
                 sampled, requests, state_indices=None, num_accepted_tokens=self.accepted
             )
         self.accepted[requests] = sampled
-        self.computed[requests] += torch.where(verifies, sampled, lens)
+        for row in rows:
+            self.computed[row.request] += row.accepted or row.tokens
         return out
 
     def _forward(self, metadata: Any, tokens: int) -> torch.Tensor:
