@@ -15,6 +15,7 @@ from typing import Any
 from vllm_overlay.hybridmodel import HybridShape
 from vllm_overlay.hybridrank import NotCoveredError, Rank, model_length, number, up
 
+GPU_SHARE = 0.92  # vLLM's default of gpu-memory-utilization
 DEFAULT_SEQS = 256  # max-num-seqs of vLLM where nothing sets it; 1024 on GPUs of 70 GiB and more
 
 
@@ -127,6 +128,12 @@ def sum_lines(result: Capacity) -> tuple[str, ...]:
     return (*lines, *result.notes)
 
 
+def gpu_share(serve: Mapping[str, Any]) -> float:
+    """Return the share of each GPU's memory that vLLM takes."""
+    value = serve.get("gpu-memory-utilization")
+    return float(value) if isinstance(value, int | float) else GPU_SHARE
+
+
 def kv_memory(
     serve: Mapping[str, Any], gpu_memory: int | None, weights: int | None
 ) -> KvMemory | None:
@@ -143,7 +150,7 @@ def kv_memory(
         return KvMemory(pinned, None, "kv-cache-memory-bytes")
     if gpu_memory is None or weights is None:
         return None
-    share = float(serve.get("gpu-memory-utilization", 0.92))
+    share = gpu_share(serve)
     room = max(int(gpu_memory * share) - weights, 0)
     return KvMemory(room, None, f"{share:g} of the GPU less the weights", bound=True)
 

@@ -50,13 +50,14 @@ class Request:
 class Resolution:
     """A plan, why it must not be launched (``errors``), and what to write and run if it may.
 
-    ``argv`` is the command line after ``vllm serve``.
+    ``argv`` is the command line after ``vllm serve``, ``applied`` the fixes that are on.
     """
 
     plan: Plan
     errors: tuple[ConfigError, ...]
     modules: Modules
     argv: tuple[str, ...]
+    applied: tuple[Fix, ...]
 
 
 def resolve(request: Request) -> Resolution:
@@ -109,7 +110,7 @@ def resolve(request: Request) -> Resolution:
         notes=tuple(notes),
         modules=modules.entries,
     )
-    return Resolution(plan, tuple(errors), modules, (model, *argv))
+    return Resolution(plan, tuple(errors), modules, (model, *argv), tuple(applied))
 
 
 def _load_fixes(folder: Path, recipe: Recipe) -> dict[str, Fix]:

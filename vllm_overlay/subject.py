@@ -37,6 +37,19 @@ def subject_of(
     return Subject(serve, env, config, memory, capability)
 
 
+def count(serve: Mapping[str, Any], flag: str) -> int:
+    """Return the whole number of a flag such as tensor-parallel-size; 1 where it says nothing."""
+    try:
+        return max(number(serve, flag) or 1, 1)
+    except NotCoveredError:
+        return 1  # vLLM's parser refuses the value
+
+
+def rank_count(serve: Mapping[str, Any]) -> int:
+    """Return the ranks that share the weights of one replica."""
+    return count(serve, "tensor-parallel-size") * count(serve, "pipeline-parallel-size")
+
+
 def room(folder: Path, serve: Mapping[str, Any], found: Sequence[Gpu]) -> KvMemory | None:
     """Return what one of the GPUs has for the KV cache; None where nothing tells.
 
@@ -44,12 +57,9 @@ def room(folder: Path, serve: Mapping[str, Any], found: Sequence[Gpu]) -> KvMemo
     """
     try:
         pinned = kv_memory(serve, None, None)
-        ranks = (number(serve, "tensor-parallel-size") or 1) * (
-            number(serve, "pipeline-parallel-size") or 1
-        )
     except NotCoveredError:
-        return None
+        return None  # vLLM's parser refuses the value
     if pinned is not None or not found or serve.get("load-format") == "dummy":
         return pinned
     least = min(host_memory() if gpu.memory is None else gpu.memory for gpu in found)
-    return kv_memory(serve, least, weight_bytes(folder) // ranks)
+    return kv_memory(serve, least, weight_bytes(folder) // rank_count(serve))
