@@ -39,7 +39,8 @@ class Capacity:
     ``conv`` + ``recurrent`` is one layer's state, ``page`` the room that it gets (its padding
     makes it equal to a block of attention), ``block_bytes`` what one block takes over all layers.
     In each of ``state_groups`` groups of layers a request holds one state, ``draft_slots`` more for
-    draft tokens, and ``align_slots`` more for prefix caching.
+    draft tokens, and at times up to ``align_slots`` more for prefix caching: the last state of its
+    block until it has gone on into the next, and a checkpoint of its prompt.
     """
 
     conv: int
@@ -80,14 +81,15 @@ class Capacity:
             total = (self.memory.bytes or 0) // self.block_bytes
         return max(total - 1, 0)
 
-    def blocks_of(self, tokens: int) -> int:
-        """Return the blocks that a request of this length holds."""
+    def blocks_of(self, tokens: int = 1, *, peak: bool = True) -> int:
+        """Return the blocks that a request of this length holds, at most or most of the time."""
         attention = self.attention_groups * up(tokens, self.block_tokens)
-        return self.state_groups * self.slots + self.ring_groups + attention
+        slots = self.slots if peak else 1 + self.draft_slots
+        return self.state_groups * slots + self.ring_groups + attention
 
-    def requests(self, tokens: int = 1) -> int | None:
+    def requests(self, tokens: int = 1, *, peak: bool = True) -> int | None:
         """Return how many requests of this length fit at once; None without a KV memory."""
-        return None if self.blocks is None else self.blocks // self.blocks_of(tokens)
+        return None if self.blocks is None else self.blocks // self.blocks_of(tokens, peak=peak)
 
     @property
     def wanted(self) -> int:
@@ -97,9 +99,11 @@ class Capacity:
 
 def sum_lines(result: Capacity) -> tuple[str, ...]:
     """Return the arithmetic line by line, as a reader would do it."""
+    states = f"{1 + result.draft_slots} states"
+    if result.draft_slots:
+        states += f" (1 + {result.draft_slots} for drafts)"
     parts = [
-        f"{result.state_groups} groups x {result.slots} states"
-        + (f" (1, {result.draft_slots} for drafts, {result.align_slots} for prefix caching)"),
+        f"{result.state_groups} groups x {states}",
         *(["1 block of the indexer"] if result.ring_groups else []),
         f"{result.attention_groups} x 1 block of attention",
     ]
@@ -107,8 +111,11 @@ def sum_lines(result: Capacity) -> tuple[str, ...]:
         f"one state: {result.conv:,} B of convolution + {result.recurrent:,} B recurrent "
         f"= {result.state:,} B a layer and GPU, in a page of {result.page:,} B",
         f"one block: {result.block_tokens:,} tokens, {result.block_bytes:,} B over all layers",
-        f"one request: {' + '.join(parts)} = {result.blocks_of(1):,} blocks",
+        f"one request: {' + '.join(parts)} = {result.blocks_of(peak=False):,} blocks",
     ]
+    if result.align_slots:
+        more = f"up to {result.align_slots} states more a group for prefix caching"
+        lines.append(f"at its peak {more}: {result.blocks_of():,} blocks")
     if result.memory is None or result.blocks is None:
         return (*lines, *result.notes)
     source, blocks = result.memory.source, result.blocks
@@ -119,7 +126,9 @@ def sum_lines(result: Capacity) -> tuple[str, ...]:
         lines.append(f"the KV cache: {blocks + 1:,} blocks ({source}) - 1 kept back = {blocks:,}")
     set_to = "is" if result.max_num_seqs else "is not set, and vLLM takes at least"
     most = "at most " if result.memory.bound else ""
-    so = f"so {most}{result.requests():,} requests' states fit"
+    so = f"so {most}{result.requests(peak=False):,} requests' states fit"
+    if result.align_slots:
+        so += f", {result.requests():,} all at their peak"
     lines.append(f"{so}; max-num-seqs {set_to} {result.wanted:,}")
     if result.max_model_len:
         longest = f"{result.blocks_of(result.max_model_len):,} blocks"

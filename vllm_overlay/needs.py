@@ -173,13 +173,13 @@ def _room_error(name: str, need: Need, result: Capacity) -> ConfigError | None:
             expected=f"at least 1 + num_speculative_tokens, {result.window}",
             remedy=f"because {need.why}",
         )
-    fit = result.requests()
+    fit = result.requests(peak=False)
     if fit is None or fit >= result.wanted:
         return None
     unset = "" if result.max_num_seqs else " (vLLM's least default: max-num-seqs is not set)"
     return need.place.error(
         f"{what}: room for the states of the requests that run at once",
-        found=f"room for {fit} ({result.blocks} blocks, {result.blocks_of(1)} a request)",
+        found=f"room for {fit} ({result.blocks} blocks, {result.blocks_of(peak=False)} a request)",
         expected=f"for {result.wanted}{unset}",
         remedy=f"because {need.why}; set max-num-seqs to at most {fit}, or give more KV memory",
     )

@@ -111,7 +111,7 @@ def test_what_is_not_known_is_not_summed(tmp_path: Path) -> None:
     ("serve", "state", "says"),
     [
         ({"max-num-seqs": 10}, "ok", ""),
-        ({"max-num-seqs": 11}, "warn", "set max-num-seqs to at most 10, or give more KV memory"),
+        ({"max-num-seqs": 11}, "warn", "set max-num-seqs to 10 or up to 12, or give more"),
         ({"kv-cache-memory-bytes": "64M"}, "fail", "not one request fits"),
         ({"pipeline-parallel-size": 2}, "warn", "look at vLLM's own line"),
     ],
@@ -125,12 +125,11 @@ def test_states_that_do_not_fit(
     assert says in check.remedy
     if "max-num-seqs" in serve:
         assert check.detail.splitlines()[-2:] == [
-            "without RecoverSSM: 10 states a group, 22 blocks a request, 10 requests fit",
-            "with it: 3 states a group, 8 blocks a request, 28 requests fit",
+            "without RecoverSSM: 18 blocks a request, 22 at its peak: 12 requests fit",
+            "with it: 4 blocks a request, 8 at its peak: 56 requests fit",
         ]
-        assert (
-            f"so 10 requests' states fit; max-num-seqs is {serve['max-num-seqs']}" in check.detail
-        )
+        fit = "so 12 requests' states fit, 10 all at their peak"
+        assert f"{fit}; max-num-seqs is {serve['max-num-seqs']}" in check.detail
 
 
 def test_a_fix_that_keeps_one_state_changes_the_sum(desk: Desk) -> None:

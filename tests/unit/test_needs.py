@@ -33,15 +33,19 @@ def test_the_sum_is_shown_line_by_line() -> None:
         "one state: 122,880 B of convolution + 1,048,576 B recurrent = 1,171,456 B a layer and "
         "GPU, in a page of 1,572,864 B",
         "one block: 1,536 tokens, 4,757,504 B over all layers",
-        "one request: 2 groups x 10 states (1, 7 for drafts, 2 for prefix caching) + 1 block of "
-        "the indexer + 1 x 1 block of attention = 22 blocks",
+        "one request: 2 groups x 8 states (1 + 7 for drafts) + 1 block of the indexer + 1 x 1 "
+        "block of attention = 18 blocks",
+        "at its peak up to 2 states more a group for prefix caching: 22 blocks",
         "the KV cache: 1,073,741,824 B (kv-cache-memory-bytes) / 4,757,504 B - 1 kept back = 224",
-        "so 10 requests' states fit; max-num-seqs is 64",
+        "so 12 requests' states fit, 10 all at their peak; max-num-seqs is 64",
         "of 65,536 tokens each (64 blocks): 3 requests",
     )
-    assert result(STOCK, one_state=True).requests() == 28
+    one = result(STOCK, one_state=True)
+    assert (one.requests(), one.requests(peak=False)) == (28, 56)
+    flat = sum_lines(result({**STOCK, "enable-prefix-caching": False}))
+    assert flat[4] == "so 12 requests' states fit; max-num-seqs is 64"
     lines = sum_lines(result({**MTP, "max-model-len": "2K"}))
-    assert len(lines) == 3 and not any("fit" in line for line in lines)
+    assert len(lines) == 4 and not any("fit" in line for line in lines)
 
 
 def test_a_bound_and_an_unset_flag_are_said() -> None:
@@ -51,7 +55,8 @@ def test_a_bound_and_an_unset_flag_are_said() -> None:
     assert memory == KvMemory(GIB // 2, None, "0.5 of the GPU less the weights", bound=True)
     *_, line = sum_lines(capacity(shape, {}, recoverssm=False, memory=memory))
     assert line == (
-        "so at most 5 requests' states fit; max-num-seqs is not set, and vLLM takes at least 256"
+        "so at most 11 requests' states fit, 5 all at their peak; "
+        "max-num-seqs is not set, and vLLM takes at least 256"
     )
     blocks = kv_memory({"num-gpu-blocks-override": 100, "kv-cache-memory-bytes": 1}, None, None)
     shown = sum_lines(capacity(shape, {}, recoverssm=False, memory=blocks))
@@ -146,7 +151,7 @@ def test_a_broken_config_stops_a_recipe_whose_fix_has_a_rule_about_it(desk: Desk
     assert line.startswith(f"{desk.folder}/models/m/config.json:1:2: config.json is no JSON")
 
 
-@pytest.mark.parametrize(("kind", "fit", "blocks"), [("states", 10, 22), ("one-state", 28, 8)])
+@pytest.mark.parametrize(("kind", "fit", "blocks"), [("states", 12, 18), ("one-state", 56, 4)])
 def test_the_states_of_all_requests_must_fit(desk: Desk, kind: str, fit: int, blocks: int) -> None:
     write_model(desk.folder / "models/m")
     needs(desk, {"fits": kind})

@@ -130,19 +130,19 @@ def states(look: Look) -> list[Check]:
 
 def _states(used: Capacity, stock: Capacity, one: Capacity) -> Check:
     each = [
-        f"{name} {result.slots} states a group, {result.blocks_of(1)} blocks a request"
-        + ("" if result.blocks is None else f", {result.requests()} requests fit")
+        f"{name} {result.blocks_of(peak=False)} blocks a request, {result.blocks_of()} at its peak"
+        + ("" if result.blocks is None else f": {result.requests(peak=False)} requests fit")
         for name, result in (("without RecoverSSM:", stock), ("with it:", one))
     ]
     detail = "\n".join([*sum_lines(used), *each])
-    fit = used.requests()
-    if fit is not None and fit < used.wanted:
-        if fit:
-            remedy = f"set max-num-seqs to at most {fit}, or give more KV memory"
-        else:
-            remedy = "give more KV memory, or use more ranks: not one request fits"
-        return Check("states", WARN if fit else FAIL, detail, remedy)
-    return Check("states", OK, detail)
+    fit, peak = used.requests(peak=False), used.requests()
+    if fit is None or peak is None or peak >= used.wanted:
+        return Check("states", OK, detail)
+    if not peak:
+        remedy = "give more KV memory, or use more ranks: not one request fits"
+        return Check("states", FAIL, detail, remedy)
+    remedy = f"set max-num-seqs to {peak} or up to {fit}, or give more KV memory"
+    return Check("states", WARN, detail, remedy)
 
 
 def _pinned(look: Look) -> int | None:
