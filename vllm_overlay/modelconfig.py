@@ -74,7 +74,7 @@ def read_model_config(folder: Path, overrides: object = None) -> ModelConfig:
     file = folder / NAME
     data = read_bytes(file, MAX_CONFIG)
     try:
-        values = json.loads(data, object_pairs_hook=_once, parse_constant=_no_number)
+        values = json.loads(data, object_pairs_hook=_once)
     except _Refused as refused:
         raise ConfigError(f"{NAME} {refused}", file=file, remedy=AGAIN) from None
     except json.JSONDecodeError as error:
@@ -103,10 +103,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name in names if names.count(name) > 1)
         raise _Refused(f"has the key '{twice[:60]}' twice")
     return values
-
-
-def _no_number(text: str) -> None:
-    raise _Refused(f"has {text}, which is no JSON number")
 
 
 def _merged(values: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

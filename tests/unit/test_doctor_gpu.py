@@ -112,6 +112,11 @@ def test_what_the_recipe_requires() -> None:
          "tensor-parallel-size 2 x data-parallel-size 2: 4 GPUs for this node, and it has 2"),
         ({"tensor-parallel-size": 4, "nnodes": 2}, "ok",
          "tensor-parallel-size 4 over 2 nodes: 2 of 2 GPUs"),
+        ({"tensor-parallel-size": 2, "data-parallel-size": 8, "data-parallel-size-local": 1}, "ok",
+         "tensor-parallel-size 2: 2 of 2 GPUs"),
+        ({"data-parallel-size": 8, "data-parallel-rank": 3}, "ok", "one rank: 1 of 2 GPUs"),
+        ({"prefill-context-parallel-size": 3}, "fail",
+         "prefill-context-parallel-size 3: 3 GPUs for this node, and it has 2"),
         ({"tensor-parallel-size": "many"}, "ok", "one rank: 1 of 2 GPUs"),
     ],
 )  # fmt: skip
@@ -119,8 +124,9 @@ def test_more_ranks_than_gpus(serve: dict[str, Any], state: str, detail: str) ->
     assert only(gpu.ranks(look(serve, gpus=[H200, H200])), state).detail == detail
 
 
-def test_ranks_of_ray_may_be_anywhere() -> None:
-    serve = {"tensor-parallel-size": 4, "distributed-executor-backend": "ray"}
+@pytest.mark.parametrize("flag", ["distributed-executor-backend", "data-parallel-backend"])
+def test_ranks_of_ray_may_be_anywhere(flag: str) -> None:
+    serve = {"tensor-parallel-size": 4, flag: "ray"}
     assert gpu.ranks(look(serve, gpus=[H200])) == []
 
 

@@ -32,6 +32,10 @@ def test_docker_s_default_of_shared_memory(serve: dict[str, Any], state: str) ->
     only(child(mount, memory.shm, namespace=True, serve=nodes), "warn")
 
 
+def test_no_shared_memory_at_all(tmp_path: Path) -> None:
+    assert "No such file" in only(memory.shm(look(root=tmp_path)), "fail").detail
+
+
 def whole(folder: Path, size: int) -> Path:
     """Write a model whose header speaks of ``size`` bytes."""
     write_model(folder)
@@ -155,7 +159,7 @@ def test_states_are_counted_against_the_gpu_where_nothing_pins_the_cache(tmp_pat
 def test_a_shard_that_ends_early(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m")
     plan = plan_of(model=str(folder))
-    assert only(model.model(look(plan=plan)), "ok").detail == f"{folder}: 2 whole files"
+    assert only(model.model(look(plan=plan)), "ok").detail == f"{folder}: 2 whole safetensors files"
     shard = folder / "model-00002-of-00002.safetensors"
     shard.write_bytes(safetensors({"c": 400}, cut=123))
     check = only(model.model(look(plan=plan)), "fail")

@@ -30,7 +30,6 @@ def refusal(folder: Path, text: str | bytes | None) -> str:
         ("[1]", "config.json: config.json is no JSON object; expected {…}; fetch the model again"),
         ('{\n"a": }', "config.json:2:6: config.json is no JSON: Expecting value; fetch"),
         ('{"a": 1, "b": {"c": 1, "c": 2}}', "config.json: config.json has the key 'c' twice"),
-        ('{"a": NaN}', "config.json: config.json has NaN, which is no JSON number"),
         (b'{"a": "\xff"}', "config.json: config.json is no JSON"),
         ("[" * 100_000, "config.json: config.json is no JSON"),
     ],
@@ -43,7 +42,9 @@ def test_a_broken_config_is_refused_in_one_line(
 
 
 def test_values_are_found_by_path_and_overrides_win(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"a": {"b": 1, "c": 2}, "d": null, "e": [1]}')
+    (tmp_path / "config.json").write_text(
+        '{"a": {"b": 1, "c": 2}, "d": null, "e": [1], "g": [Infinity]}'
+    )
     config = read_model_config(tmp_path, {"a": {"b": 3}, "f": 4})
     assert [config.get(path) for path in ("a.b", "a.c", "f", "e")] == [3, 2, 4, [1]]
     assert [config.get(path) for path in ("d", "a.x", "e.0", "a.b.c")] == [ABSENT] * 4

@@ -70,7 +70,10 @@ class Look:
     def model_folder(self) -> Path | None:
         """The model's folder; None for a model that is fetched from a hub."""
         folder = Path(self.plan.model) if self.plan else Path()
-        return folder if folder.is_absolute() and folder.is_dir() else None
+        try:
+            return folder if folder.is_absolute() and folder.is_dir() else None
+        except OSError:  # the recipe is refused for it
+            return None
 
 
 def failed(name: str, errors: Iterable[ConfigError]) -> list[Check]:

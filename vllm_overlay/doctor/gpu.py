@@ -84,11 +84,9 @@ def requires(look: Look) -> list[Check]:
 
 def ranks(look: Look) -> list[Check]:
     """Check that this node has a GPU for each of its ranks."""
-    if (
-        look.plan is None
-        or not look.gpus
-        or look.serve.get("distributed-executor-backend") == "ray"
-    ):
+    backends = ("distributed-executor-backend", "data-parallel-backend")
+    elsewhere = any(look.serve.get(flag) == "ray" for flag in backends)
+    if look.plan is None or not look.gpus or elsewhere:
         return []
     sizes, here = _sizes(look), _here(look)
     shown = " x ".join(f"{flag} {size}" for flag, size in sizes.items() if size > 1) or "one rank"
@@ -101,7 +99,11 @@ def ranks(look: Look) -> list[Check]:
 
 
 def _sizes(look: Look) -> dict[str, int]:
-    flags = ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size")
+    """Return by what the ranks multiply; of data-parallel engines, those that start here."""
+    flags = ["tensor-parallel-size", "pipeline-parallel-size", "prefill-context-parallel-size"]
+    if "data-parallel-rank" not in look.serve:
+        local = "data-parallel-size-local" in look.serve
+        flags.append("data-parallel-size-local" if local else "data-parallel-size")
     return {flag: count(look.serve, flag) for flag in flags}
 
 

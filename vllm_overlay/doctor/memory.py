@@ -13,7 +13,7 @@ from vllm_overlay.errors import ConfigError
 from vllm_overlay.host import host_memory
 from vllm_overlay.hybridmodel import hybrid_shape
 from vllm_overlay.hybridrank import NotCoveredError, number
-from vllm_overlay.modelconfig import read_model_config
+from vllm_overlay.modelconfig import NAME, read_model_config
 from vllm_overlay.needs import ONE_STATE
 from vllm_overlay.subject import rank_count, room
 from vllm_overlay.weights import weight_bytes
@@ -27,7 +27,11 @@ UNLIMITED = 2**60
 
 def shm(look: Look) -> list[Check]:
     """Check that /dev/shm has room for what the ranks of a node pass to each other."""
-    stat = os.statvfs(look.root / "dev/shm")
+    try:
+        stat = os.statvfs(look.root / "dev/shm")
+    except OSError as error:
+        detail = f"/dev/shm cannot be used: {error.strerror}"
+        return [Check("shm", FAIL, detail, "mount a tmpfs there")]
     free, total = stat.f_bavail * stat.f_frsize, stat.f_blocks * stat.f_frsize
     detail = f"{free / GiB:.2f} of {total / GiB:.2f} GiB are free in /dev/shm"
     several = look.ranks > 1
@@ -105,7 +109,7 @@ def available(root: Path) -> int:
 def states(look: Look) -> list[Check]:
     """Check how many requests' states of a hybrid model fit, against max-num-seqs."""
     folder = look.model_folder
-    if folder is None:
+    if folder is None or not (folder / NAME).is_file():
         return []
     try:
         shape = hybrid_shape(read_model_config(folder, look.serve.get("hf-overrides")))

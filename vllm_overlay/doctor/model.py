@@ -22,7 +22,11 @@ def model(look: Look) -> list[Check]:
     folder = look.model_folder
     if folder is None:
         return [] if look.plan.model.startswith("/") else [_hub(look, look.plan.model)]
-    unreadable = [path.name for path in sorted(folder.iterdir()) if not os.access(path, os.R_OK)]
+    try:
+        names = sorted(path.name for path in folder.iterdir())
+    except OSError:
+        return []  # the recipe is refused for it
+    unreadable = [name for name in names if not os.access(folder / name, os.R_OK)]
     if unreadable:
         detail = f"{len(unreadable)} files of {folder} cannot be read ({unreadable[0]} …)"
         return [Check("model", FAIL, detail, "make them readable for this user")]
@@ -35,7 +39,10 @@ def model(look: Look) -> list[Check]:
         missing = sum(shard.missing for shard in short)
         detail = f"{len(short)} of {len(shards)} files lack {missing:,} bytes of their tensors"
         return [Check("model", FAIL, f"{detail} ({short[0].file} …)", AGAIN)]
-    return [_template(look, folder) or Check("model", OK, f"{folder}: {len(shards)} whole files")]
+    return [
+        _template(look, folder)
+        or Check("model", OK, f"{folder}: {len(shards)} whole safetensors files")
+    ]
 
 
 def _template(look: Look, folder: Path) -> Check | None:
