@@ -202,7 +202,9 @@ def test_a_state_folder_that_cannot_be_written(tmp_path: Path) -> None:
     check = only(found, "fail")
     assert check.detail == f"the state folder cannot be written: {tmp_path}: Read-only file system"
     (tmp_path / "file").write_text("")
-    only(system.caches(look(home=tmp_path / "file/home")), "fail")
+    env = {"TRITON_CACHE_DIR": f"{tmp_path}/file/home/caches/k/triton"}
+    check = only(system.caches(look(home=tmp_path / "file/home", env=env)), "fail")
+    assert check.detail.startswith("the state folder, TRITON_CACHE_DIR cannot be written: ")
     assert not (tmp_path / "home").exists()
     only(system.caches(look(home=tmp_path / "home")), "ok")
     assert not (tmp_path / "home").exists(), "a check leaves nothing behind"

@@ -29,29 +29,36 @@ def caches(look: Look) -> list[Check]:
     folders = {"the state folder": look.home}
     if look.plan is not None:
         folders |= {name: Path(look.env[name]) for name in CACHE_VARIABLES if name in look.env}
-    checks = []
+    places: dict[Path, list[str]] = {}
     for name, folder in folders.items():
-        checks += _folder(name, folder, runs=folder is not look.home)
+        places.setdefault(_existing(folder), []).append(name)
+    checks = [check for place, names in places.items() for check in _place(place, names)]
     return checks or [Check("caches", OK, f"{', '.join(folders)}: writable")]
 
 
-def _folder(name: str, folder: Path, *, runs: bool) -> list[Check]:
-    there = folder
+def _existing(folder: Path) -> Path:
+    """Return the folder, or the nearest above it that exists or cannot be looked into."""
+    with contextlib.suppress(OSError):
+        while not folder.exists() and folder != folder.parent:
+            folder = folder.parent
+    return folder
+
+
+def _place(place: Path, names: list[str]) -> list[Check]:
+    whose = ", ".join(names)
     try:
-        while not there.exists() and there != there.parent:
-            there = there.parent
-        with tempfile.TemporaryFile(dir=there):
+        with tempfile.TemporaryFile(dir=place):
             pass
-        stat = os.statvfs(there)
+        stat = os.statvfs(place)
     except OSError as error:
-        detail = f"{name} cannot be written: {there}: {error.strerror}"
+        detail = f"{whose} cannot be written: {place}: {error.strerror}"
         return [Check("caches", FAIL, detail, HOME_REMEDY)]
-    if runs and stat.f_flag & os.ST_NOEXEC:
-        detail = f"{name}: {there} is mounted noexec, and what is compiled there cannot be loaded"
+    if stat.f_flag & os.ST_NOEXEC and any(name in CACHE_VARIABLES for name in names):
+        detail = f"{whose}: {place} is mounted noexec, and what is compiled there cannot be loaded"
         return [Check("caches", FAIL, detail, "mount it with exec")]
     free = stat.f_bavail * stat.f_frsize
     if free < LEAST_FREE:
-        detail = f"{name}: {free / GiB:.2f} GiB are free at {there}"
+        detail = f"{whose}: {free / GiB:.2f} GiB are free at {place}"
         return [Check("caches", WARN, detail, "make room: `vllm-overlay cache prune`")]
     return []
 
