@@ -94,6 +94,19 @@ def test_a_driver_that_fails_leaves_the_other_checks(
     assert {"shm", "caches", "clock"} <= {check.name for check in others}
 
 
+def test_what_cannot_be_looked_at_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def locked() -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("psutil.net_if_stats", locked)
+    checks = {check.name: check for check in doctor.examine(None, tmp_path, {})}
+    assert checks["interfaces"].state == "warn"
+    assert checks["interfaces"].detail.endswith("Operation not permitted")
+    assert "clock" in checks
+
+
 def test_what_the_recipe_requires() -> None:
     plan = plan_of(requires={"gpus": 4, "shm": "1024TiB", "compute-capability": ">=10"})
     checks = gpu.requires(look(plan=plan, gpus=[H200]))

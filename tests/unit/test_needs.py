@@ -73,6 +73,54 @@ def test_a_draft_model_of_its_own_is_said_not_to_be_counted() -> None:
 
 
 @pytest.mark.parametrize(
+    ("serve", "capability", "expected"),
+    [
+        ({}, None, (147_456, 4_194_304, 2, 2 * 1033)),
+        ({}, "9.0", (147_456, 4_194_304, 2, 2 * 1033)),
+        ({}, "8.9", (147_456, 4_194_304, 1, 2 * 1033)),  # no fused prefill kernel
+        ({}, "10.0", (147_456, 4_194_304, 2, 2 * 521)),  # an fp8 cache by default
+        ({}, "12.0", (147_456, 4_194_304, 2, 2 * 665)),  # vLLM's packed fp8 format
+        ({"kv-cache-dtype": "fp8"}, "9.0", (147_456, 4_194_304, 2, 2 * 665)),
+        ({"kv-cache-dtype": "fp8"}, "10.0", (147_456, 4_194_304, 2, 2 * 521)),
+        ({"kv-cache-dtype": "float16"}, "12.0", (147_456, 4_194_304, 2, 2 * 1033)),
+        ({"dtype": "float16"}, "9.0", (147_456, 4_194_304, 1, 2 * 1033)),
+        ({"mamba-cache-dtype": "float32"}, "9.0", (294_912, 4_194_304, 2, 2 * 1033)),
+        ({"mamba-ssm-cache-dtype": "bfloat16"}, "9.0", (147_456, 2_097_152, 2, 2 * 1033)),
+        ({"additional-config": {"kda_prefill_backend": "triton"}}, "9.0",
+         (147_456, 4_194_304, 1, 2 * 1033)),
+        ({"tensor-parallel-size": 64}, "9.0", (2_304, 65_536, 2, 2 * 1033)),
+        ({"enable-prefix-caching": False}, "9.0", (147_456, 4_194_304, 0, 2 * 1033)),
+        ({"mamba-cache-mode": "align"}, "9.0", (147_456, 4_194_304, 2, 2 * 1033)),
+    ],
+)  # fmt: skip
+def test_what_the_flags_and_the_gpu_change(
+    serve: dict[str, Any], capability: str | None, expected: tuple[int, int, int, int]
+) -> None:
+    shape = hybrid_shape(ModelConfig(Path("c"), GLM))
+    assert shape is not None
+    found = capacity(shape, serve, recoverssm=False, capability=capability)
+    assert (found.conv, found.recurrent, found.align_slots, found.token_bytes) == expected
+
+
+def test_kimi_s_own_recoverssm_keeps_one_state() -> None:
+    text = {
+        "num_hidden_layers": 4,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "linear_attn_config": {
+            "kda_layers": [1, 2, 3],
+            "num_heads": 8,
+            "head_dim": 128,
+            "short_conv_kernel_size": 4,
+        },
+    }
+    kimi = {"model_type": "kimi_k3", "text_config": text}
+    draft = {"speculative-config": {"method": "ngram", "num_speculative_tokens": 3}}
+    assert result(draft, kimi).draft_slots == 3
+    assert result({**draft, "use-replayssm": True}, kimi).draft_slots == 0
+
+
+@pytest.mark.parametrize(
     ("serve", "says"),
     [
         ({"pipeline-parallel-size": 2}, "pipeline-parallel-size above 1"),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_overlay.doctor import gpu, memory, model, network, system
-from vllm_overlay.doctor.check import FAIL, OK, Check, Look, failed
+from vllm_overlay.doctor.check import FAIL, OK, WARN, Check, Look, failed
 from vllm_overlay.errors import ConfigError, ConfigErrors
 from vllm_overlay.host import Gpu, gpus, visible
 from vllm_overlay.resolve import Resolution
@@ -57,7 +57,13 @@ def examine(resolution: Resolution | None, home: Path, environ: Mapping[str, str
         env=env,
         gpus=tuple(visible(found, env)),
     )
-    return checks + [item for check in to_do for item in check(look)]
+    for check in to_do:
+        try:
+            checks += check(look)
+        except OSError as error:  # a system of its own kind is no reason not to serve
+            detail = f"this cannot be looked at: {error}"
+            checks.append(Check(check.__name__, WARN, detail, "look yourself"))
+    return checks
 
 
 def examine_recipe(
