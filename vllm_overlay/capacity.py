@@ -15,6 +15,7 @@ from typing import Any
 from vllm_overlay.hybridmodel import HybridShape
 from vllm_overlay.hybridrank import NotCoveredError, Rank, model_length, number, up
 
+RELEASE = "0.33.0"  # of vLLM, whose arithmetic this is
 GPU_SHARE = 0.92  # vLLM's default of gpu-memory-utilization
 DEFAULT_SEQS = 256  # max-num-seqs of vLLM where nothing sets it; 1024 on GPUs of 70 GiB and more
 

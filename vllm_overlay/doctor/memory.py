@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from vllm_overlay.capacity import Capacity, capacity, gpu_share, sum_lines
+from vllm_overlay.capacity import RELEASE, Capacity, capacity, gpu_share, sum_lines
 from vllm_overlay.doctor.check import FAIL, OK, WARN, Check, Look, failed
 from vllm_overlay.doctor.gpu import GiB
 from vllm_overlay.errors import ConfigError
@@ -129,16 +129,18 @@ def states(look: Look) -> list[Check]:
         detail = f"the arithmetic does not cover {reason}"
         return [Check("states", WARN, detail, "look at vLLM's own line on its KV cache")]
     kept = any(need.key == ONE_STATE for fix in look.applied for need in fix.needs)
-    return [_states(one if kept else stock, stock, one)]
+    version = look.plan.vllm.get("version", RELEASE) if look.plan else RELEASE
+    other = [] if version == RELEASE else [f"vLLM {version} may count otherwise than {RELEASE}"]
+    return [_states(one if kept else stock, stock, one, other)]
 
 
-def _states(used: Capacity, stock: Capacity, one: Capacity) -> Check:
+def _states(used: Capacity, stock: Capacity, one: Capacity, notes: list[str]) -> Check:
     each = [
         f"{name} {result.blocks_of(peak=False)} blocks a request, {result.blocks_of()} at its peak"
         + ("" if result.blocks is None else f": {result.requests(peak=False)} requests fit")
         for name, result in (("without RecoverSSM:", stock), ("with it:", one))
     ]
-    detail = "\n".join([*sum_lines(used), *each])
+    detail = "\n".join([*sum_lines(used), *each, *notes])
     fit, peak = used.requests(peak=False), used.requests()
     if fit is None or peak is None or peak >= used.wanted:
         return Check("states", OK, detail)
