@@ -94,7 +94,33 @@ def serve(
         print_json(resolution.plan.body())
     else:
         Console(stderr=True).print(plan_table(resolution.plan))
+    for line in launch.warnings:
+        print(f"vllm-overlay: warning: {line}", file=sys.stderr)
     become(launch)
+
+
+@app.command()
+def doctor(
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="[RECIPE]", help="A recipe to check the machine for.")
+    ] = None,
+    extra: Extra = None,
+    variant: Variant = None,
+    as_json: AsJson = False,
+) -> int:
+    """Check this machine, for a recipe if one is named; `serve` does the same before it starts."""
+    from vllm_overlay import doctor as checks
+
+    found = checks.examine_recipe(
+        (lambda: _resolve(recipe, variant, extra)) if recipe else None,
+        home_folder(os.environ),
+        os.environ,
+    )
+    if as_json:
+        print_json(checks.as_json(found))
+    else:
+        Console().print(checks.checks_table(found))
+    return 0 if checks.sound(found) else EXIT_FAILED
 
 
 @app.command()

@@ -43,7 +43,15 @@ class ConfigError(Exception):
         self.remedy = remedy
         super().__init__(what)
 
+    @property
+    def told(self) -> str:
+        """The line without its remedy."""
+        return self._line(None)
+
     def __str__(self) -> str:
+        return self._line(self.remedy)
+
+    def _line(self, remedy: str | None) -> str:
         place = ":".join(
             str(part) for part in (self.file, self.line, self.column) if part is not None
         )
@@ -52,8 +60,8 @@ class ConfigError(Exception):
             parts.append(f"found {self.found}")
         if self.expected is not None:
             parts.append(f"expected {self.expected}")
-        if self.remedy:
-            parts.append(self.remedy)
+        if remedy:
+            parts.append(remedy)
         text = CREDENTIALS.sub("…", "; ".join(parts))
         return one_line(f"{place}: {text}" if place else text)
 

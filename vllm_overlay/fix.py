@@ -12,7 +12,7 @@ from vllm_overlay.border import raise_problems, suggest, validate
 from vllm_overlay.errors import ConfigError, ConfigErrors
 from vllm_overlay.files import inside, is_file, read_bytes, unreadable
 from vllm_overlay.fix_format import FixModel, NeedModel
-from vllm_overlay.needs import Need, check_need
+from vllm_overlay.needs import Need, Subject, check_need
 from vllm_overlay.yamlio import Node, Place, Places, parse
 
 MANIFEST = "fix.yaml"
@@ -103,10 +103,14 @@ def load_fix(folder: Path) -> Fix:
     return _fix(model, folder, file, Places(root))
 
 
-def check_needs(fix: Fix, serve: Mapping[str, object], env: Mapping[str, str]) -> list[ConfigError]:
-    """Return each need of a fix that a recipe's serve flags and environment do not meet."""
-    checked = (check_need(fix.name, need, serve, env) for need in fix.needs)
-    return [error for error in checked if error is not None]
+def check_needs(fix: Fix, subject: Subject) -> tuple[list[ConfigError], list[str]]:
+    """Return each need of a fix that is not met, and a note on each that only the start can tell.
+
+    Raises ConfigError for a model whose config.json lacks what the rules are about.
+    """
+    checked = [check_need(fix.name, need, subject) for need in fix.needs]
+    errors = [item for item in checked if isinstance(item, ConfigError)]
+    return errors, [item for item in checked if isinstance(item, str)]
 
 
 def _fix_folders(folder: Path) -> list[Path]:
@@ -282,13 +286,15 @@ def _fix(model: FixModel, folder: Path, file: Path, places: Places) -> Fix:
 
 
 def _need(model: NeedModel, place: Place) -> Need:
+    kind = next(name for name in ("serve", "env", "config", "fits") if getattr(model, name))
     return Need(
-        kind="serve" if model.serve else "env",
-        key=model.serve or model.env,
+        kind=kind,
+        key=getattr(model, kind),
         present=model.present,
         one_of=tuple(model.one_of),
         at_least=model.at_least,
         at_most=model.at_most,
+        power_of_two=model.power_of_two,
         default=model.default,
         why=model.why,
         place=place,

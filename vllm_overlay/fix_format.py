@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, model_validator
 
@@ -99,24 +99,42 @@ class FlagModel(Strict):
 
 
 class NeedModel(Strict):
-    """A rule for the recipe: a serve flag or an environment variable, and what it must be."""
+    """A rule for the recipe: a flag, a variable, a value of the model's config, or room."""
 
     serve: Text = key("the serve flag; a.b for the key b of a flag that is a map", default="")
     env: Text = key("the environment variable", default="")
+    config: Text = key(
+        "the value in the model's config.json; a.b for the key b of a map", default=""
+    )
+    fits: Literal["states", "one-state"] | None = key(
+        "what must fit into the KV cache for max-num-seqs requests of a hybrid model: its states, "
+        "or one-state a request if the fix keeps no state for a draft token",
+        default=None,
+    )
     present: bool | None = key("whether it must be set", default=None)
     one_of: list[NeedValue] = key("the values it may have", default=[], alias="in")
     at_least: Number | None = key("the least number", default=None, alias="at-least")
     at_most: Number | None = key("the greatest number", default=None, alias="at-most")
+    power_of_two: bool = key(
+        "whether it must be 1, 2, 4, 8 and so on", default=False, alias="power-of-two"
+    )
     default: NeedValue | None = key("vLLM's own value when it is not set", default=None)
     why: OneLine = key("why the fix needs it")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if bool(self.serve) == bool(self.env):
-            raise refuse("a need is about one thing", expected="either serve or env")
+        if sum(map(bool, (self.serve, self.env, self.config, self.fits))) != 1:
+            raise refuse("a need is about one thing", expected="one of serve, env, config and fits")
         bounded = bool(self.one_of) or self.at_least is not None or self.at_most is not None
-        if self.present is None and not bounded:
-            raise refuse("the need asks for nothing", expected="present, in, at-least or at-most")
+        bounded = bounded or self.power_of_two
+        asks = bounded or self.present is not None
+        if self.fits:
+            if asks or self.default is not None:
+                raise refuse("a need for room has no value", remedy="keep only fits and why")
+            return self
+        if not asks:
+            expected = "present, in, at-least, at-most or power-of-two"
+            raise refuse("the need asks for nothing", expected=expected)
         if self.present is False and (bounded or self.default is not None):
             raise refuse("a need for absence has no value", remedy="keep only present: false")
         return self

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ NO_GPU = "run on a machine with a GPU that this user may use"
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
+QUERY = "name,compute_cap,memory.total,memory.free,driver_version,uuid"
 QUERY_SECONDS = 30.0
 UNSAID = re.compile(r"\[?(N/A|Not Supported)\]?", re.IGNORECASE)
 
@@ -30,24 +32,55 @@ UNSAID = re.compile(r"\[?(N/A|Not Supported)\]?", re.IGNORECASE)
 class Gpu:
     """One GPU as nvidia-smi names it.
 
-    ``memory`` in bytes; None for a GPU that has none of its own, such as the GB10, and shares the
-    host's.
+    ``memory`` and what is ``free`` of it in bytes; None for a GPU that has none of its own, such as
+    the GB10, and shares the host's.
     """
 
     name: str
     capability: str
     memory: int | None
+    free: int | None
+    driver: str
+    uuid: str
 
 
-def gpus() -> list[Gpu]:
+def visible(found: Sequence[Gpu], environ: Mapping[str, str]) -> Sequence[Gpu]:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order; all where it is not set.
+
+    As CUDA does, what follows a name that is no GPU's index or UUID is left out.
+    """
+    names = environ.get("CUDA_VISIBLE_DEVICES")
+    if names is None:
+        return found
+    left: list[Gpu] = []
+    for name in names.split(","):
+        text = name.strip()
+        by_index = found[int(text) : int(text) + 1] if text.isdecimal() else ()
+        match = by_index or [gpu for gpu in found if text and gpu.uuid.startswith(text)]
+        if not match:
+            break
+        left += match[:1]
+    return tuple(left)
+
+
+def gpus() -> Sequence[Gpu]:
     """Return the node's GPUs, none where there is no driver.
 
     Raises ConfigError where the driver's own command fails: what GPUs there are is then unknown.
     """
     command = shutil.which("nvidia-smi")
     if command is None:
-        return []
-    query = [command, "--query-gpu=name,compute_cap,memory.total", "--format=csv,noheader,nounits"]
+        return ()
+    return _ask(command)
+
+
+@functools.lru_cache(maxsize=1)
+def _ask(command: str) -> Sequence[Gpu]:
+    """Return what nvidia-smi says; a command of ours asks once, for each answer can take seconds.
+
+    An error is not kept.
+    """
+    query = [command, f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]
     try:
         run = subprocess.run(
             query, capture_output=True, text=True, timeout=QUERY_SECONDS, check=False
@@ -60,16 +93,21 @@ def gpus() -> list[Gpu]:
     if run.returncode:
         said = " ".join((run.stdout + run.stderr).split())[:200]
         raise _unknown_gpus(f"{command} ended with {run.returncode}: {said}")
-    return [_gpu(line) for line in lines if line.strip()]
+    return tuple(_gpu(line) for line in lines if line.strip())
 
 
 def _gpu(line: str) -> Gpu:
     try:
-        name, capability, memory = (word.strip() for word in line.rsplit(",", 2))
+        name, capability, *sizes, driver, uuid = (word.strip() for word in line.rsplit(",", 5))
         Version(capability)
-        return Gpu(name, capability, None if UNSAID.fullmatch(memory) else int(memory) * 2**20)
+        memory, free = map(_mib, sizes)
+        return Gpu(name, capability, memory, free, driver, uuid)
     except ValueError:
         raise _unknown_gpus(f"nvidia-smi's line {line!r}") from None
+
+
+def _mib(text: str) -> int | None:
+    return None if UNSAID.fullmatch(text) else int(text) * 2**20
 
 
 def _unknown_gpus(found: str) -> ConfigError:
@@ -102,10 +140,12 @@ def size(text: str) -> int:
     raise ValueError(f"{text!r} is not a number with one of {', '.join(UNITS)}")
 
 
-def check_requires(requires: Mapping[str, Any]) -> list[ConfigError]:
-    """Return every way in which this machine falls short of a recipe's ``requires``."""
+def check_requires(requires: Mapping[str, Any], found: Sequence[Gpu]) -> list[ConfigError]:
+    """Return every way in which this machine falls short of a recipe's ``requires``.
+
+    ``found`` are its GPUs.
+    """
     errors: list[ConfigError] = []
-    found = gpus()
     count = requires.get("gpus")
     if count is not None and len(found) < count:
         errors.append(_short("gpus", len(found), count, "run on a machine that has them"))
@@ -122,7 +162,7 @@ def check_requires(requires: Mapping[str, Any]) -> list[ConfigError]:
     return errors
 
 
-def _check_capability(wanted: str, found: list[Gpu]) -> list[ConfigError]:
+def _check_capability(wanted: str, found: Sequence[Gpu]) -> list[ConfigError]:
     remedy, specifier = "run on another GPU", _specifier(wanted)
     return [
         _short("compute-capability", f"{gpu.capability} ({gpu.name})", wanted, remedy)
@@ -131,7 +171,7 @@ def _check_capability(wanted: str, found: list[Gpu]) -> list[ConfigError]:
     ]
 
 
-def _check_memory(wanted: str, found: list[Gpu]) -> list[ConfigError]:
+def _check_memory(wanted: str, found: Sequence[Gpu]) -> list[ConfigError]:
     errors = []
     for gpu in found:
         memory = host_memory() if gpu.memory is None else gpu.memory

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -16,9 +15,11 @@ from typing import Any, NoReturn
 
 from vllm_overlay.activate import PLAN_VARIABLE
 from vllm_overlay.activate.receipt import process_key
+from vllm_overlay.doctor import examine
+from vllm_overlay.doctor.check import WARN, refusals
+from vllm_overlay.doctor.network import port_of
 from vllm_overlay.errors import ConfigError, raise_all
 from vllm_overlay.folders import FOLDER_VARIABLES
-from vllm_overlay.host import check_requires
 from vllm_overlay.inuse import hold
 from vllm_overlay.plan import Plan, fill_store, write_file, write_plan
 from vllm_overlay.processes import alive
@@ -26,17 +27,19 @@ from vllm_overlay.receipts import NAME, of_this_host
 from vllm_overlay.recipe_format import CACHE_VARIABLES
 from vllm_overlay.resolve import Resolution
 
-DEFAULT_PORT = 8000  # vLLM's own
-MAX_PORT = 65535
 PROOF = "import sys; sys.exit(0 if 'vllm_overlay.activate.finder' in sys.modules else 3)"
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What this process is replaced by: vLLM's command line and its environment."""
+    """What this process is replaced by: vLLM's command line and its environment.
+
+    ``warnings`` are of the checks that did not forbid it.
+    """
 
     command: tuple[str, ...]
     environment: Mapping[str, str]
+    warnings: tuple[str, ...]
 
 
 def prepare(resolution: Resolution, home: Path, environ: Mapping[str, str]) -> Launch:
@@ -46,7 +49,8 @@ def prepare(resolution: Resolution, home: Path, environ: Mapping[str, str]) -> L
     be known by then.
     """
     plan = resolution.plan
-    raise_all([*resolution.errors, *check_requires(plan.requires), *_check_address(plan)])
+    checks = examine(resolution, home, environ)
+    raise_all([*resolution.errors, *refusals(checks)])
     command = (sys.executable, _vllm_script(), "serve", *resolution.argv)
     hold(home, while_serving=False)
     hold(plan.folder(home), while_serving=True)
@@ -58,7 +62,7 @@ def prepare(resolution: Resolution, home: Path, environ: Mapping[str, str]) -> L
     _prove_activation(environment)
     _clean(plan.folder(home))
     _write_run(plan, home)
-    return Launch(command, environment)
+    return Launch(command, environment, tuple(c.line() for c in checks if c.state == WARN))
 
 
 def become(launch: Launch) -> NoReturn:
@@ -72,44 +76,6 @@ def child_environment(plan: Plan, plan_path: Path, environ: Mapping[str, str]) -
     """Return vLLM's environment: the caller's, the plan's on top, and the plan's own variable."""
     kept = {name: value for name, value in environ.items() if name not in FOLDER_VARIABLES}
     return {**kept, **plan.env, PLAN_VARIABLE: str(plan_path)}
-
-
-def _check_address(plan: Plan) -> list[ConfigError]:
-    """Refuse where no server can listen, or where `health` would not find it.
-
-    vLLM would say so too, but only after the model has loaded.
-    """
-    if plan.serve.get("headless"):
-        return []
-    if plan.serve.get("uds"):
-        what = "the serve flag 'uds' is not taken: health and smoke reach the server over TCP"
-        return [ConfigError(what, remedy="remove it, and give 'host' and 'port'")]
-    host, port = str(plan.serve.get("host") or ""), _port(plan)
-    if not 1 <= port <= MAX_PORT:
-        what = f"the port {port} cannot be served on"
-        if port == 0:
-            what = "the port 0 lets the system choose, and health would not know which"
-        remedy = "give another: `-- --port NUMBER`"
-        return [ConfigError(what, expected=f"1 to {MAX_PORT}", remedy=remedy)]
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, port))
-    except (OSError, UnicodeError) as error:  # UnicodeError: a name that cannot be a host's
-        return [
-            ConfigError(
-                f"port {port} on {host or 'all addresses'} cannot be used",
-                found=getattr(error, "strerror", None) or error,
-                expected="a free port",
-                remedy="stop what listens there, or give another: `-- --port NUMBER`",
-            )
-        ]
-    return []
-
-
-def _port(plan: Plan) -> int:
-    return int(plan.serve.get("port", DEFAULT_PORT))
 
 
 def _vllm_script() -> str:
@@ -181,7 +147,7 @@ def _write_run(plan: Plan, home: Path) -> None:
         "start": start,
         "plan": plan.digest,
         "bind_host": plan.serve.get("host"),
-        "port": _port(plan),
+        "port": port_of(plan),
         "served_model": plan.served_model,
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "recipe": plan.recipe["name"],

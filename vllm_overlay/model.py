@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from vllm_overlay.errors import ConfigError
 from vllm_overlay.recipe import Recipe
+from vllm_overlay.weights import INDEX, shard_names
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 TOKENIZERS = (
@@ -73,11 +73,8 @@ def _unservable(folder: Path, recipe: Recipe) -> tuple[str, str, str] | None:
 
 
 def _missing_shards(folder: Path) -> list[str]:
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return []
     try:
-        shards = set(json.loads(index.read_text())["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        return [index.name]
-    return sorted(name for name in shards if not (folder / str(name)).is_file())
+        names = shard_names(folder)
+    except ConfigError:
+        return [INDEX]
+    return [name for name in names if not (folder / name).is_file()]

@@ -35,6 +35,8 @@ class PlannedFix:
 class Plan:
     """Everything that a process must know; ``modules`` is what activation acts upon.
 
+    ``notes`` are the needs of fixes that nothing but the start can check.
+
     ``modules[name]`` holds ``original`` (sha256 of vLLM's file, None for an added module),
     ``path`` (relative to the folder that holds vllm/), ``package``, ``source`` ({file, sha256}
     of the patched text, file relative to the state folder; absolute for an added module; None
@@ -54,6 +56,7 @@ class Plan:
     requires: Mapping[str, Any]
     smoke: Mapping[str, Any]
     modules: Mapping[str, Mapping[str, Any]]
+    notes: tuple[str, ...] = ()
     schema: int = field(default=1)
 
     def file(self) -> bytes:

@@ -26,6 +26,7 @@ from vllm_overlay.plan import Plan, PlannedFix
 from vllm_overlay.recipe import Recipe, load_recipe
 from vllm_overlay.recipe_format import CACHE_VARIABLES
 from vllm_overlay.selection import Chosen, check_flags, choose
+from vllm_overlay.subject import subject_of
 from vllm_overlay.upstream import Tree, installed_tree
 from vllm_overlay.verdict import Judged, judge
 
@@ -49,13 +50,14 @@ class Request:
 class Resolution:
     """A plan, why it must not be launched (``errors``), and what to write and run if it may.
 
-    ``argv`` is the command line after ``vllm serve``.
+    ``argv`` is the command line after ``vllm serve``, ``applied`` the fixes that are on.
     """
 
     plan: Plan
     errors: tuple[ConfigError, ...]
     modules: Modules
     argv: tuple[str, ...]
+    applied: tuple[Fix, ...]
 
 
 def resolve(request: Request) -> Resolution:
@@ -78,8 +80,7 @@ def resolve(request: Request) -> Resolution:
     environment, env_overrides = _environment(recipe, request, tree, known, chosen, errors)
     started = {**request.environ, **environment}
     serve, overrides, argv = _serve(recipe, request, tree, model, started, errors)
-    for fix in applied:
-        errors += check_needs(fix, serve, started)
+    notes = _check_needs(applied, model, serve, started, errors)
     errors += [error for item in judged for error in _verdict_errors(item)]
     errors += _check_frontend(judged, started)
     key = cache_key(tree, judged)
@@ -106,9 +107,10 @@ def resolve(request: Request) -> Resolution:
         overrides=(*overrides, *env_overrides),
         requires=_plain(recipe.requires),
         smoke=_plain(recipe.smoke),
+        notes=tuple(notes),
         modules=modules.entries,
     )
-    return Resolution(plan, tuple(errors), modules, (model, *argv))
+    return Resolution(plan, tuple(errors), modules, (model, *argv), tuple(applied))
 
 
 def _load_fixes(folder: Path, recipe: Recipe) -> dict[str, Fix]:
@@ -144,6 +146,27 @@ def _check_version(recipe: Recipe, tree: Tree) -> list[ConfigError]:
             remedy="use the image built for that release, or write a recipe for this one",
         )
     ]
+
+
+def _check_needs(
+    fixes: Sequence[Fix],
+    model: str,
+    serve: Mapping[str, Any],
+    started: Mapping[str, str],
+    errors: list[ConfigError],
+) -> list[str]:
+    """Add each need that is not met to the errors; return what only the start can tell."""
+    notes: list[str] = []
+
+    def check() -> None:
+        subject = subject_of(model, serve, started, fixes)
+        for fix in fixes:
+            unmet, open_questions = check_needs(fix, subject)
+            errors.extend(unmet)
+            notes.extend(open_questions)
+
+    _collect(errors, check, None)
+    return notes
 
 
 def _collect(errors: list[ConfigError], ask: Callable[[], Result], otherwise: Result) -> Result:

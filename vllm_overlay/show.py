@@ -28,6 +28,8 @@ def plan_table(plan: Plan) -> RenderableType:
         facts.add_row(label, Text(value))
     for item in plan.overrides:
         facts.add_row("override", Text(f"{item['flag']}: {item['recipe']} -> {item['now']}"))
+    for note in plan.notes:
+        facts.add_row("note", Text(note))
     table = Table()
     for heading in ("fix", "verdict", "flag", "targets", "why"):
         table.add_column(heading, overflow="fold")

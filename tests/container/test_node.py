@@ -77,6 +77,16 @@ def test_vllm_is_the_main_process_and_has_no_privileges(node: Node) -> None:
     assert {line[1] for line in facts if line[0] == "NoNewPrivs:"} == {"1"}
 
 
+def test_doctor_looks_at_the_container(node: Node) -> None:
+    """The port is free there: it is a container of its own."""
+    command = ("run", "--rm", "-T", "serve", "doctor", "demo", "--json")
+    done = node.compose(*command, RECIPE="any", SHM_SIZE="64m")
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert [check for check in checks.values() if check["state"] == "fail"] == []
+    assert checks["core"]["detail"] == "no core files"
+    assert checks["shm"]["state"] == "warn" and "of 0.06 GiB" in checks["shm"]["detail"]
+
+
 def test_only_state_and_tmp_can_be_written(node: Node) -> None:
     node.up("demo")
     mounts = "for d in /recipes /fixes /models; do touch $d/x 2>/dev/null && echo $d; done"

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from vllm_overlay.errors import EXIT_CONFIG, ConfigError, ConfigErrors
 from vllm_overlay.fix import Fix, Flag, Hook, check_needs, load_fix, load_fixes
+from vllm_overlay.needs import Subject
 from vllm_overlay.schemas import fix_schema
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -172,6 +173,12 @@ def test_folders_that_hold_no_fix_are_refused_and_other_files_are_not_fixes(fixe
         ("needs: [{serve: x, env: Y, present: true, why: x}]", "6:9: a need is about one thing"),
         ("needs: [{serve: x, why: x}]", "6:9: the need asks for nothing"),
         ("needs: [{serve: x, present: false, in: [a], why: x}]", "a need for absence has no value"),
+        ("needs: [{serve: x, present: false, power-of-two: true, why: x}]", "absence has no value"),
+        ("needs: [{config: x, env: Y, present: true, why: x}]", "a need is about one thing"),
+        ("needs: [{fits: states, at-least: 1, why: x}]", "a need for room has no value"),
+        ("needs: [{fits: states, default: 1, why: x}]", "a need for room has no value"),
+        ("needs: [{fits: tokens, why: x}]", "6:16: "),
+        ("needs: [{config: x, power-of-two: false, why: x}]", "6:9: the need asks for nothing"),
         (
             "needs: [{serve: x, in: [[a]], why: x}]",
             "6:25: this is no value of a flag; found a list",
@@ -342,7 +349,7 @@ GOOD = {"speculative-config": {"num_speculative_tokens": 7}}
 def test_needs(
     needy: Fix, serve: dict[str, object], env: dict[str, str], expected: list[str]
 ) -> None:
-    errors = [str(error) for error in check_needs(needy, serve, env)]
+    errors = [str(error) for error in check_needs(needy, Subject(serve, env, None, None, None))[0]]
     assert len(errors) == len(expected)
     for error, part in zip(errors, expected, strict=True):
         assert part in error

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,7 +12,6 @@ from tests.support.node import Node
 from vllm_overlay import launch
 from vllm_overlay.activate.receipt import process_key
 from vllm_overlay.errors import ConfigError
-from vllm_overlay.plan import Plan
 from vllm_overlay.recipe_format import CACHE_VARIABLES
 
 PACKAGE = Path(__file__).resolve().parents[2] / "vllm_overlay"
@@ -70,48 +67,3 @@ def test_what_cannot_be_removed_is_refused_by_name(
         launch._clean(node.folder)
     text = str(caught.value)
     assert str(path) in text and "Read-only file system" in text and "VLLM_OVERLAY_HOME" in text
-
-
-def plan_of(**serve: Any) -> Plan:
-    return Plan(
-        cache_key="0123456789abcdef",
-        recipe={"name": "test", "file": "test.yaml", "variant": None},
-        folders={},
-        vllm={},
-        model="m",
-        served_model="m",
-        serve=serve,
-        env={},
-        fixes=(),
-        overrides=(),
-        requires={},
-        smoke={},
-        modules={},
-    )
-
-
-@pytest.mark.parametrize(
-    ("serve", "says"),
-    [
-        ({"port": 0}, "port 0 lets the system choose"),
-        ({"port": -1}, "port -1 cannot be served on; expected 1 to 65535"),
-        ({"port": 65536}, "port 65536 cannot be served on; expected 1 to 65535"),
-        ({"port": 99999999999999999999}, "expected 1 to 65535"),
-        ({"uds": "/run/vllm.sock"}, "'uds' is not taken"),
-        ({"host": "a..b"}, "port 8000 on a..b cannot be used"),
-    ],
-)
-def test_an_address_that_health_could_not_ask_is_refused(serve: dict[str, Any], says: str) -> None:
-    (error,) = launch._check_address(plan_of(**serve))
-    assert says in str(error)
-    assert launch._check_address(plan_of(**serve, headless=True)) == []
-
-
-def test_a_port_must_be_free() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        plan = plan_of(host="127.0.0.1", port=taken.getsockname()[1])
-        (error,) = launch._check_address(plan)
-    assert "Address already in use" in str(error)
-    assert launch._check_address(plan) == []
