@@ -258,22 +258,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     ceiling = copy_ceiling()
     print(f"copy: {ceiling / 1e12:.2f} TB/s", flush=True)
-    rows = []
+    gpu = {
+        "name": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "copy_bytes_per_s": f"{ceiling:.4g}",
+    }
+    command = "python -m bench.glm5next_recoverssm " + " ".join(arguments or sys.argv[1:])
+    rows: list[dict[str, Any]] = []
     for size in itertools.product(heads, requests):
-        for row in measure(*size, accepted, ceiling):
-            rows.append(row)
+        found = measure(*size, accepted, ceiling)
+        rows += found
+        for row in found:
             print(*row.values(), flush=True)
         torch.cuda.empty_cache()
+        if options.save:  # after each size: what was measured is kept if the machine is not
+            save("glm5next-recoverssm-kernels", command, rows, gpu, options.save)
     print(*rows[0])
-    if options.save:
-        gpu = {
-            "name": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "copy_bytes_per_s": f"{ceiling:.4g}",
-        }
-        command = "python -m bench.glm5next_recoverssm " + " ".join(arguments or sys.argv[1:])
-        print(save("glm5next-recoverssm-kernels", command, rows, gpu, options.save))
     return 0
 
 

@@ -11,11 +11,12 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-from vllm.models.glm5next.common import recoverssm_commit
-
+# isort: off
 from tests.support import interpreter  # before vLLM
+import torch
 from tests.support.kda import Rig, Shape, Step
+from vllm.models.glm5next.common import recoverssm_commit
+# isort: on
 
 interpreter.rebind()
 
