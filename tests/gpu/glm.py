@@ -69,7 +69,7 @@ def many(llm: LLM) -> Any:
 
 def long(llm: LLM) -> Any:
     """Far enough to cross several block ends."""
-    return tokens_of(greedy(llm, prompts(3, 300, 4), 1200))
+    return tokens_of(greedy(llm, prompts(3, 300, 4), 1500))
 
 
 def again(llm: LLM) -> Any:
