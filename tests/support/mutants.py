@@ -5,23 +5,36 @@ from __future__ import annotations
 import ast
 import copy
 import io
+import random
 import textwrap
 import tokenize
 from collections.abc import Callable, Iterator
+from itertools import chain, zip_longest
 from typing import Any
 
 Mutant = tuple[str, ast.stmt]  # the kind of change, and the changed statement
 BLOCKS = ("body", "orelse", "finalbody")
 
 
-def semantic(statement: ast.stmt) -> list[Mutant]:
-    """Return copies of a statement, each with one change of its meaning, all different."""
-    found: dict[str, Mutant] = {ast.unparse(statement): ("", statement)}
+def semantic(statement: ast.stmt, most: int) -> list[Mutant]:
+    """Return copies of a statement, each with one change of its meaning, all different.
+
+    At most ``most``, of every kind in turn, from all over the statement.
+    """
+    places: dict[str, list[tuple[int, Callable[[Any], object]]]] = {}
     for index, node in enumerate(ast.walk(statement)):
         for kind, change in changes(node, statement):
-            changed = copy.deepcopy(statement)
-            change(list(ast.walk(changed))[index])
-            found.setdefault(ast.unparse(ast.fix_missing_locations(changed)), (kind, changed))
+            places.setdefault(kind, []).append((index, change))
+    for of_kind in places.values():
+        random.Random(0).shuffle(of_kind)
+    in_turns = zip_longest(*([(kind, *at) for at in rows] for kind, rows in places.items()))
+    found: dict[str, Mutant] = {ast.unparse(statement): ("", statement)}
+    for kind, index, change in filter(None, chain.from_iterable(in_turns)):
+        if len(found) > most:
+            break
+        changed = copy.deepcopy(statement)
+        change(list(ast.walk(changed))[index])
+        found.setdefault(ast.unparse(ast.fix_missing_locations(changed)), (kind, changed))
     return [mutant for mutant in found.values() if mutant[0]]
 
 
