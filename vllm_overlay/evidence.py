@@ -19,7 +19,7 @@ from vllm_overlay.index import moved
 from vllm_overlay.releases import find_tree
 from vllm_overlay.sources import since_review
 from vllm_overlay.upstream import Tree
-from vllm_overlay.verdict import Judged
+from vllm_overlay.verdict import SHORT, Judged
 
 SHOWN = 4  # changed lines of a symbol in a table, and changed symbols
 
@@ -51,12 +51,20 @@ def short(item: Judged) -> list[str]:
         lines += [f"  {text}" for text in (row["note"], *row["moved_to"]) if text]
     if len(changed) > SHOWN:
         lines.append(f"… {len(changed) - SHOWN} more changed symbols, see --json")
-    for edit in item.evidence["edits"] if item.verdict in ("upstreamed", "incompatible") else ():
-        for hunk in edit["carried"]:
-            lines.append(
-                f"{edit['diff']}: hunk {hunk['number']} is there, line {hunk['file_line']}"
-            )
+    if item.verdict in ("upstreamed", "incompatible"):
+        lines += _carrying(item)
     return lines
+
+
+def _carrying(item: Judged) -> Iterator[str]:
+    """Yield what speaks for this vLLM carrying the fix: recorded digests, and hunks in reverse."""
+    for row in item.evidence["upstreamed"]:
+        recorded, found = row["recorded"], row["found"] or "missing"
+        beside = "as recorded" if found == recorded else f"recorded {recorded[:SHORT]}"
+        yield f"{row['module']}: {row['symbol']} is {found[:SHORT]}, {beside}"
+    for edit in item.evidence["edits"]:
+        for hunk in edit["carried"]:
+            yield f"{edit['diff']}: hunk {hunk['number']} is there, line {hunk['file_line']}"
 
 
 def _first(diff: Sequence[str]) -> Iterator[str]:

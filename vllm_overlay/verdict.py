@@ -134,13 +134,15 @@ def _judge_one(fix: Fix, tree: Tree, before: Sequence[Judged]) -> Judged:
     """Judge one fix on the text that the fixes ``before`` it left."""
     edits = _edits(fix, tree, before)
     symbols = _compare(_entry(fix.reviewed, tree.release) or {}, tree, edits)
+    carrying = _compare(_entry(fix.upstreamed, tree.release) or {}, tree)
     evidence = {
         "release": tree.release,
         "symbols": [dataclasses.asdict(row) for row in symbols],
+        "upstreamed": [dataclasses.asdict(row) for row in carrying],
         "edits": [edit.evidence() for edit in edits],
     }
     targets = _targets(fix, tree, edits)
-    proof = _proof_of_upstream(fix, tree, edits)
+    proof = _proof_of_upstream(fix, tree, edits, carrying)
     if proof:
         return Judged(fix, "upstreamed", (proof,), targets, {}, evidence)
     reasons = [
@@ -299,9 +301,13 @@ def _difference(row: Compared, tree: Tree) -> str:
 # --- upstreamed ---
 
 
-def _proof_of_upstream(fix: Fix, tree: Tree, edits: Sequence[Edit]) -> str | None:
-    """Return how it is known that this vLLM carries the whole fix, or None."""
-    recorded = _compare(_entry(fix.upstreamed, tree.release) or {}, tree)
+def _proof_of_upstream(
+    fix: Fix, tree: Tree, edits: Sequence[Edit], recorded: Sequence[Compared]
+) -> str | None:
+    """Return how it is known that this vLLM carries the whole fix, or None.
+
+    ``recorded``: the symbols that the fix lists as ``upstreamed`` for this release.
+    """
     if recorded and all(row.equal for row in recorded):
         return f"vLLM {tree.version} carries it: the symbols are those recorded as upstreamed"
     if fix.hooks or not all(_same_module(fix, module, tree) for module in fix.modules):

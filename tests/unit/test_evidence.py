@@ -152,6 +152,21 @@ def test_partly_upstream_shows_the_hunks_that_are_there(tmp_path: Path, home: Pa
     assert short(judged) == ["a/core.diff: hunk 1 is there, line 5"]
 
 
+def test_recorded_digests_are_shown_beside_what_was_found(tmp_path: Path, home: Path) -> None:
+    tree = tree_of(tmp_path / "t", FIRST)
+    digest = tree.symbols("vllm.v1.core")["first"]
+    first = f"vllm.v1.core: first is {digest[:12]}, as recorded"
+    for name, more, last in (("a", {}, []), ("b", {"gone": "0123abce"}, ["missing"])):
+        recorded = {VERSION: {"vllm.v1.core": {"first": digest, **more}}}
+        judged = explained(hook_fix(tmp_path, name, upstreamed=recorded), tree, home)
+        assert judged.verdict == ("incompatible" if more else "upstreamed")
+        wanted = [f"vllm.v1.core: gone is {found}, recorded 0123abce" for found in last]
+        assert [line for line in short(judged) if "recorded" in line] == [first, *wanted]
+        assert judged.evidence["upstreamed"][0] == {
+            "module": "vllm.v1.core", "symbol": "first", "recorded": digest, "found": digest,
+        }  # fmt: skip
+
+
 def test_what_applies_has_no_such_evidence(tmp_path: Path, no_network: list[str]) -> None:
     fix = edit_fix(tmp_path, "a", FIRST, reviewed=["first"])
     judged = explained(fix, tree_of(tmp_path / "t", CORE), tmp_path / "empty")
