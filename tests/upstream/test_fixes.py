@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.upstream.conftest import release
 from vllm_overlay.errors import ConfigError
 from vllm_overlay.fix import load_fixes
 from vllm_overlay.upstream import Tree, installed_tree
@@ -20,12 +21,35 @@ def verdicts(tree: Tree) -> dict[str, str]:
     return {judged.fix.name: judged.verdict for judged in judge(fixes, tree)}
 
 
-def test_on_the_release_that_they_were_written_for(old_release: Tree) -> None:
-    assert verdicts(old_release) == {"overlay-route": "apply", "truncate-to-fit": "apply"}
-
-
-def test_on_the_release_that_carries_one(new_release: Tree) -> None:
-    assert verdicts(new_release) == {"overlay-route": "apply", "truncate-to-fit": "upstreamed"}
+@pytest.mark.parametrize(
+    ("version", "wanted"),
+    [
+        ("0.29.0", {"kimi-k3-replayssm": "apply"}),
+        ("0.30.0", {"kimi-k3-replayssm": "upstreamed"}),
+        ("0.31.0", {"kimi-k3-replayssm": "upstreamed"}),
+        (
+            "0.32.0",
+            {
+                "kimi-k3-replayssm": "upstreamed",
+                "overlay-route": "apply",
+                "truncate-to-fit": "apply",
+            },
+        ),
+        (
+            "0.33.0",
+            {
+                "glm5next-recoverssm": "apply",
+                "kimi-k3-replayssm": "upstreamed",
+                "overlay-route": "apply",
+                "truncate-to-fit": "upstreamed",
+            },
+        ),
+    ],
+)
+def test_on_each_release(version: str, wanted: dict[str, str]) -> None:
+    """A fix that is not named does not fit the release."""
+    found = verdicts(release(version))
+    assert found == dict.fromkeys(found, "incompatible") | wanted
 
 
 def test_the_installed_vllm_is_read_as_it_is() -> None:
