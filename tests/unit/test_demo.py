@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from vllm_overlay.demo.__main__ import answers
+from vllm_overlay.background import answers
 
 STAND_IN = """#!{python}
 import http.server, json, os, pathlib, signal, subprocess, sys

@@ -5,21 +5,26 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 import httpx
-import psutil
 from rich.console import Console
 from rich.markup import escape
 
+from vllm_overlay.background import (
+    EndedError,
+    background,
+    interruptible,
+    last_lines,
+    log_file,
+    shell_status,
+    wait_up,
+)
 from vllm_overlay.demo.model import NAME
 from vllm_overlay.errors import EXIT_FAILED, ConfigError
 from vllm_overlay.folders import Folders, find_folders
@@ -27,8 +32,6 @@ from vllm_overlay.folders import Folders, find_folders
 RECIPE = "demo"
 QUESTION = "What is the capital of France?"
 COMMAND = Path(sys.executable).with_name("vllm-overlay")
-DRAIN_SECONDS = 90  # more than the recipe's shutdown-timeout
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Ended(Exception):
@@ -45,12 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     port = parser.parse_args(arguments).port
     flags = ["--", "--port", str(port)] if port else []
     console = Console(highlight=False, soft_wrap=True)
-    for number in SIGNALS:
-        signal.signal(number, interrupt)
     try:
-        folders = find_folders(os.environ)
-        make_model(folders, console)
-        serve(flags, folders, console)
+        with interruptible():
+            folders = find_folders(os.environ)
+            make_model(folders, console)
+            serve(flags, folders, console)
     except KeyboardInterrupt:
         console.print("Stopped.")
         return 0
@@ -64,15 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
 
 
-def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
-
-
 def make_model(folders: Folders, console: Console) -> None:
     if (folders.models / NAME).is_dir():
         return
     command = [sys.executable, "-m", "vllm_overlay.demo.model", str(folders.models)]
-    log = log_file(folders, "demo-model")
+    log = log_file(folders.home, "demo-model")
     with (
         log.open("w") as out,
         console.status(f"Making the model {folders.models / NAME}: a minute, once"),
@@ -88,24 +86,12 @@ def serve(flags: Sequence[str], folders: Folders, console: Console) -> NoReturn:
     planned = plan(flags, console)
     host, port = planned["serve"]["host"], planned["serve"]["port"]
     url = f"http://{host}:{port}"
-    log = log_file(folders, f"demo-{port}")
-    with log.open("w") as out:
-        # A session of its own: Ctrl-C reaches this process alone, which then stops the server.
-        server = subprocess.Popen(
-            [COMMAND, "serve", RECIPE, *flags],
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            start_new_session=True,
-        )
-    console.print(f"vllm-overlay serve {RECIPE}: process {server.pid}, log {log}")
-    try:
+    log = log_file(folders.home, f"demo-{port}")
+    with background([COMMAND, "serve", RECIPE, *flags], log) as server:
+        console.print(f"vllm-overlay serve {RECIPE}: process {server.pid}, log {log}")
         wait_healthy(server, url, log, console)
         show(url, planned["served_model"], console)
-        status = server.wait()
-        fail("the server ended", status, log)
-    finally:
-        stop(server)
+        fail("the server ended", server.wait(), log)
 
 
 def plan(flags: Sequence[str], console: Console) -> dict[str, Any]:
@@ -124,32 +110,17 @@ def wait_healthy(server: subprocess.Popen[bytes], url: str, log: Path, console: 
     """Wait until this server is up at ``url``, then let `vllm-overlay health` judge it."""
     began = time.monotonic()
     with console.status("vLLM starts") as status:
-        while not answers(server.pid, url):
-            try:
-                fail("the server ended before it was healthy", server.wait(timeout=0.5), log)
-            except subprocess.TimeoutExpired:
-                line = escape(last_lines(log, 1)[:100])
-                status.update(f"vLLM starts: {time.monotonic() - began:.0f} s  [dim]{line}[/dim]")
+
+        def waiting() -> None:
+            line = escape(last_lines(log, 1)[:100])
+            status.update(f"vLLM starts: {time.monotonic() - began:.0f} s  [dim]{line}[/dim]")
+
+        try:
+            wait_up(server, url, waiting)
+        except EndedError as ended:
+            fail("the server ended before it was healthy", ended.status, log)
     console.print(f"Up after {time.monotonic() - began:.0f} s")
     run_command("health")
-
-
-def answers(pid: int, url: str) -> bool:
-    """Tell whether the process ``pid`` listens on the port of ``url`` and calls itself healthy.
-
-    Another server on that port does not count.
-    """
-    try:
-        sockets = psutil.Process(pid).net_connections("tcp")
-    except psutil.Error:
-        return False
-    port = httpx.URL(url).port
-    if not any(s.status == psutil.CONN_LISTEN and s.laddr.port == port for s in sockets):
-        return False
-    try:
-        return httpx.get(f"{url}/health", timeout=5).status_code == 200
-    except httpx.HTTPError:
-        return False
 
 
 def show(url: str, model: str, console: Console) -> None:
@@ -174,36 +145,12 @@ def run_command(name: str) -> None:
         raise Ended(status)
 
 
-def stop(server: subprocess.Popen[bytes]) -> None:
-    """Let the server drain, and leave none of its processes behind."""
-    for number in SIGNALS:  # a second Ctrl-C would leave it running
-        signal.signal(number, signal.SIG_IGN)
-    if server.poll() is None:
-        server.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            server.wait(timeout=DRAIN_SECONDS)
-    with suppress(ProcessLookupError):
-        os.killpg(server.pid, signal.SIGKILL)
-    server.wait()
-
-
 def fail(what: str, status: int, log: Path) -> NoReturn:
     """Show the end of a child's log and end with its status."""
-    status = 128 - status if status < 0 else status or EXIT_FAILED
+    status = shell_status(status)
     print(last_lines(log, 12), file=sys.stderr)
     print(f"vllm-overlay demo: {what}, exit status {status}; all of it: {log}", file=sys.stderr)
     raise Ended(status)
-
-
-def last_lines(log: Path, count: int) -> str:
-    lines = log.read_text(errors="replace").strip().splitlines()
-    return "\n".join(lines[-count:])
-
-
-def log_file(folders: Folders, name: str) -> Path:
-    folder = folders.home / "logs"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / f"{name}.log"
 
 
 if __name__ == "__main__":
