@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.record import save
+from vllm_overlay.bench.record import save
 from vllm_overlay.plan import Plan, PlannedFix, write_plan
 
 CHECKOUT = Path(__file__).resolve().parent.parent

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.record import RESULTS, save
+from vllm_overlay.bench.record import RESULTS, save
 
 FIX = "glm5next-recoverssm"
 STREAMS, OUT, ROUNDS = (8, 32, 64, 128), 256, 3

@@ -25,7 +25,7 @@ from vllm.models.glm5next.common import recoverssm_commit
 from vllm.models.glm5next.nvidia.ops.third_party.kda import fused_recurrent_kda
 
 from bench import recoverssm_port
-from bench.record import RESULTS, save
+from vllm_overlay.bench.record import RESULTS, save
 
 WINDOW, DIM, LAYERS, GROUPS = 8, 128, 34, 4  # vLLM makes four KV-cache groups of 34 KDA layers
 STOCK_BYTES = 30 << 30  # stock's states of as many layers as fit; the others share theirs

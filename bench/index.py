@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from bench.record import save
+from vllm_overlay.bench.record import save
 from vllm_overlay.folders import home_folder
 from vllm_overlay.index import index
 from vllm_overlay.releases import find_tree

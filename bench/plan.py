@@ -22,7 +22,7 @@ from pathlib import Path
 
 import yaml
 
-from bench.record import save
+from vllm_overlay.bench.record import save
 from vllm_overlay.folders import find_folders
 from vllm_overlay.symbols import definitions
 from vllm_overlay.upstream import Tree, installed_tree

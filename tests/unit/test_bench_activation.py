@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from bench import activation, record
+from bench import activation
 
 LOADED = "import sys; print(*sorted(name for name in sys.modules if 'overlay' in name))"
 FIRST_FINDER = "import sys; print(getattr(sys.meta_path[0], '__module__', ''))"
@@ -32,11 +30,3 @@ def test_it_prints_a_row_a_case(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
     assert lines[0].endswith("x 1.0")
-
-
-def test_it_saves_date_hardware_and_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
-    text = record.save("x", "make x", [{"case": "no .pth"}]).read_text()
-    assert all(f'"{key}"' in text for key in ("date", "hardware", "command"))
