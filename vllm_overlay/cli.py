@@ -24,7 +24,7 @@ from vllm_overlay.errors import (
 from vllm_overlay.folders import find_folders, home_folder
 
 if TYPE_CHECKING:
-    from vllm_overlay.resolve import Resolution
+    from vllm_overlay.resolve import Request, Resolution
 
 EXIT_PIPE = 141  # what a shell shows for a program that SIGPIPE ended
 
@@ -215,6 +215,46 @@ def smoke(
     return smoke_server(home_folder(os.environ), port=port, url=url, as_json=as_json)
 
 
+@app.command()
+def bench(
+    recipe: RecipeName,
+    toggle: Annotated[str, typer.Option(metavar="FIX", help="The fix to turn on and off.")],
+    extra: Extra = None,
+    variant: Variant = None,
+    streams: Annotated[str, typer.Option(help="How many clients at once, in turn.")] = "8,32,64",
+    input_len: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 1024,
+    output_len: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 256,
+    prompts_per_stream: Annotated[int, typer.Option(min=1, help="Requests of each client.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, help="How often on and off take turns.")] = 2,
+    save: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="The folder of the result; bench/results of a checkout if absent, else bench in "
+            "the state folder.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Serve a recipe with a fix on and off in turn, and measure both under the same load."""
+    from vllm_overlay.bench.record import results_folder
+    from vllm_overlay.bench.report import keep, table
+    from vllm_overlay.bench.sides import both_sides
+    from vllm_overlay.bench.toggle import Loads, measure, parse_streams
+
+    numbers = parse_streams(streams)
+    loads = Loads(numbers, prompts_per_stream, input_len, output_len, rounds)
+    asked = _request(recipe, variant, extra)
+    sides = both_sides(asked, toggle, tokens=input_len + output_len)
+    folder = results_folder(save, asked.folders.home)
+    file, result = keep(measure(asked, sides, loads), folder)
+    if as_json:
+        print_json(result)
+    else:
+        Console().print(table(result["medians"], toggle))
+        print(file)
+
+
 @cache_app.command("ls")
 def cache_ls(as_json: AsJson = False) -> None:
     """Show what the state folder holds: size, last use, and the plans that use it."""
@@ -290,10 +330,15 @@ def recipe_import(
 
 
 def _resolve(recipe: str, variant: str | None, extra: Sequence[str] | None) -> Resolution:
-    from vllm_overlay.resolve import Request, resolve
+    from vllm_overlay.resolve import resolve
 
-    folders = find_folders(os.environ)
-    return resolve(Request(recipe, variant, tuple(extra or ()), os.environ, folders))
+    return resolve(_request(recipe, variant, extra))
+
+
+def _request(recipe: str, variant: str | None, extra: Sequence[str] | None) -> Request:
+    from vllm_overlay.resolve import Request
+
+    return Request(recipe, variant, tuple(extra or ()), os.environ, find_folders(os.environ))
 
 
 def print_json(data: object) -> None:

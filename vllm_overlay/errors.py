@@ -72,6 +72,12 @@ class UsageError(ConfigError):
     exit_code = EXIT_USAGE
 
 
+class FailedError(ConfigError):
+    """Something that was tried and went wrong (exit status 1)."""
+
+    exit_code = EXIT_FAILED
+
+
 class ConfigErrors(Exception):
     """Every reason at once, so that a user mends them in one go."""
 

@@ -51,7 +51,7 @@ def prepare(resolution: Resolution, home: Path, environ: Mapping[str, str]) -> L
     plan = resolution.plan
     checks = examine(resolution, home, environ)
     raise_all([*resolution.errors, *refusals(checks)])
-    command = (sys.executable, _vllm_script(), "serve", *resolution.argv)
+    command = (sys.executable, vllm_script(), "serve", *resolution.argv)
     hold(home, while_serving=False)
     hold(plan.folder(home), while_serving=True)
     fill_store(resolution.modules, home)
@@ -78,7 +78,8 @@ def child_environment(plan: Plan, plan_path: Path, environ: Mapping[str, str]) -
     return {**kept, **plan.env, PLAN_VARIABLE: str(plan_path)}
 
 
-def _vllm_script() -> str:
+def vllm_script() -> str:
+    """Return vLLM's command in this Python's environment. Raises ConfigError if there is none."""
     script = Path(sys.executable).parent / "vllm"
     found = str(script) if script.is_file() else shutil.which("vllm")
     if found is None:

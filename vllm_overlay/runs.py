@@ -50,11 +50,14 @@ class Run:
     @property
     def url(self) -> str:
         """The address of the server as seen from this node."""
-        host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(
-            self.bind_host, self.bind_host
-        )
-        scheme = "https" if self.plan.get("serve", {}).get("ssl-certfile") else "http"
-        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
+        return server_url(self.bind_host, self.port, self.plan.get("serve", {}))
+
+
+def server_url(bind_host: str, port: int, serve: Mapping[str, Any]) -> str:
+    """Return the address, as seen from its node, of a server with these serve flags."""
+    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(bind_host, bind_host)
+    scheme = "https" if serve.get("ssl-certfile") else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def live_runs(home: Path, proc: Path = PROC) -> list[Run]:

@@ -45,13 +45,16 @@ class Desk:
         self, *extra: str, environ: dict[str, str] | None = None, **body: Any
     ) -> Resolution:
         """Resolve a recipe with these keys and the flags after ``--``."""
+        return resolve(self.request(*extra, environ=environ, **body))
+
+    def request(self, *extra: str, environ: dict[str, str] | None = None, **body: Any) -> Request:
+        """Write a recipe with these keys, and return the request to resolve it."""
         recipe = {"schema": 1, "name": "r", "vllm": "0.1.0", "model": "org/m", **body}
         (self.folder / "recipes/r.yaml").write_text(yaml.safe_dump(recipe))
         places = {name: self.folder / name for name in ("recipes", "fixes", "models")}
         folders = Folders(home=self.folder / "home", source="environment", **places)
         environment = {"PYTHONPATH": str(self.posed.root), "POSE_LOG": str(self.posed.log)}
-        request = Request("r", None, extra, {**environment, **(environ or {})}, folders)
-        return resolve(request)
+        return Request("r", None, extra, {**environment, **(environ or {})}, folders)
 
     def refusal(self, *extra: str, environ: dict[str, str] | None = None, **body: Any) -> str:
         """Return the lines in which a recipe is refused before there is a plan."""

@@ -12,6 +12,7 @@ from typing import Any
 
 CONTEXT = 512
 BLOCK = 16
+KV_TOKENS = 4096
 ANSWER = ["The", " capital", " is", " Paris", "."]
 
 
@@ -59,7 +60,7 @@ class FakeServer:
             "vllm:prefix_cache_queries_total 1",
             f"vllm:prefix_cache_hits_total {self.hits}",
             f'vllm:cache_config_info{{block_size="{BLOCK}",enable_prefix_caching='
-            f'"{"no prefix cache" not in self.faults}"}} 1',
+            f'"{"no prefix cache" not in self.faults}",kv_cache_size_tokens="{KV_TOKENS}"}} 1',
         ]
         if "metrics" in self.faults:
             del lines[1]
@@ -187,9 +188,15 @@ class _Handler(BaseHTTPRequestHandler):
 @contextmanager
 def fake_server(*faults: str) -> Iterator[FakeServer]:
     """Serve on a free port of 127.0.0.1 until the block ends."""
-    fake = FakeServer(set(faults))
+    with serving_fake(FakeServer(set(faults))) as fake:
+        yield fake
+
+
+@contextmanager
+def serving_fake(fake: FakeServer, port: int = 0) -> Iterator[FakeServer]:
+    """Serve ``fake`` on 127.0.0.1 until the block ends."""
     handler = type("Handler", (_Handler,), {"fake": fake})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server = ThreadingHTTPServer(("127.0.0.1", port), handler)
     fake.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()

@@ -64,7 +64,7 @@ def cli(
         env=environment(home, env),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
 

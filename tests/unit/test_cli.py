@@ -125,7 +125,7 @@ def test_doctor_goes_on_where_the_recipe_is_refused(
 @pytest.fixture
 def serve(run: Any, folders: Desk, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Serve the recipe, but for becoming vLLM; return its status and its two streams."""
-    monkeypatch.setattr(launch, "_vllm_script", lambda: "vllm")
+    monkeypatch.setattr(launch, "vllm_script", lambda: "vllm")
     monkeypatch.setattr(launch, "_prove_activation", lambda _: None)
     monkeypatch.setattr(launch, "become", lambda _: sys.exit(0))
     return lambda *words: run("serve", "r", *words)
