@@ -266,14 +266,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     command = "python -m bench.glm5next_recoverssm " + " ".join(arguments or sys.argv[1:])
     rows: list[dict[str, Any]] = []
-    for size in itertools.product(heads, requests):
-        found = measure(*size, accepted, ceiling)
-        rows += found
-        for row in found:
-            print(*row.values(), flush=True)
-        torch.cuda.empty_cache()
-        if options.save:  # after each size: what was measured is kept if the machine is not
-            save("glm5next-recoverssm-kernels", command, rows, gpu, options.save)
+    try:
+        for size in itertools.product(heads, requests):
+            found = measure(*size, accepted, ceiling)
+            rows += found
+            for row in found:
+                print(*row.values(), flush=True)
+            torch.cuda.empty_cache()
+    finally:  # what was measured is kept, whatever ends it
+        if options.save and rows:
+            print(save("glm5next-recoverssm-kernels", command, rows, gpu, options.save))
     print(*rows[0])
     return 0
 
