@@ -86,14 +86,16 @@ def serve(
 ) -> None:
     """Resolve a recipe, write its plan, show it, and become `vllm serve`."""
     from vllm_overlay.launch import become, prepare
+    from vllm_overlay.nodes import find_seat
     from vllm_overlay.show import plan_table
 
     resolution = _resolve(recipe, variant, extra)
-    launch = prepare(resolution, find_folders(os.environ).home, os.environ)
+    seat = find_seat(resolution.plan, os.environ)
+    launch = prepare(resolution, find_folders(os.environ).home, os.environ, seat)
     if as_json:
         print_json(resolution.plan.body())
     else:
-        Console(stderr=True).print(plan_table(resolution.plan))
+        Console(stderr=True).print(plan_table(resolution.plan, seat))
     for line in launch.warnings:
         print(f"vllm-overlay: warning: {line}", file=sys.stderr)
     become(launch)

@@ -177,10 +177,12 @@ def _fine(receipt: Receipt, fix: str) -> bool:
 
 def _required(run: Run) -> list[str]:
     """Return the roles that must live: those of every server, and those that this one had."""
-    roles = ["engine-core"] if run.headless else ["api-server", "engine-core"]
     mine = (r for r in read(run.folder) if r.host == os.uname().nodename and not r.problem)
     seen = {r.role for r in mine if r.start >= run.start}  # no other host's clock counts
-    return roles + sorted(seen & {"worker", "coordinator"})
+    roles = ["api-server", "engine-core"]
+    if run.headless:  # of data parallel ranks it has engines, of others only workers
+        roles = ["engine-core" if "engine-core" in seen else "worker"]
+    return roles + sorted(seen & {"worker", "coordinator"} - {*roles})
 
 
 def _not_asked() -> Check:

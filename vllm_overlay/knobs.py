@@ -28,6 +28,7 @@ from vllm_overlay.fix_format import FixModel, FlagModel, NeedModel
 from vllm_overlay.recipe_format import (
     CACHE_VARIABLES,
     ExpectModel,
+    NodesModel,
     RecipeModel,
     RequiresModel,
     VariantModel,
@@ -65,6 +66,10 @@ OVERLAY = (
          "the folder in which a recipe's model is looked up by name"),
     Knob("VLLM_OVERLAY_PLAN", "set by vllm-overlay serve",
          "the plan that a process applies; do not set it yourself"),
+    Knob("NODE_RANK", "", "which of a recipe's nodes this machine is; 0 is the head"),
+    Knob("HEAD_ADDR", "",
+         "the head's name or address, on every node; with :PORT another rendezvous than the "
+         "recipe's master-port, or 29501"),
     Knob("XDG_CACHE_HOME", "~/.cache", "the folder in which VLLM_OVERLAY_HOME lies by default"),
 )  # fmt: skip
 COMPOSE = {
@@ -75,6 +80,14 @@ COMPOSE = {
     "MODELS_DIR": "the folder of this machine that is mounted as /models",
     "SHM_SIZE": "the size of /dev/shm",
     "WHEELS_DIR": "a folder with torch's CPU wheel for the build of the CPU image",
+    "NODE_RANK": "which of the recipe's nodes this machine is; 0 is the head",
+    "HEAD_ADDR": "the head's address, the same on every node",
+    "RESTART": "Docker's restart policy of a node; `no` to try things out",
+    "VLLM_HOST_IP": "this node's address for vLLM; derived if empty",
+    "GLOO_SOCKET_IFNAME": "the interface that the ranks on a CPU talk over; derived if empty",
+    "NCCL_SOCKET_IFNAME": "the interface over which GPUs find each other; derived if empty",
+    "NCCL_IB_HCA": "the RDMA devices that NCCL uses",
+    "UCX_NET_DEVICES": "the devices that UCX uses",
     "HF_HUB_OFFLINE": "1: use no model hub",
     "HF_TOKEN": "the token for a model hub; a secret, never in a recipe",
     "VLLM_API_KEY": "the key that clients must send; a secret, never in a recipe",
@@ -211,6 +224,7 @@ def _recipe_keys() -> tuple[Knob, ...]:
         *_keys(RecipeModel),
         Knob("variants.NAME", "", f"merged over the recipe; its keys: {keys} (map)"),
         *_keys(RequiresModel, "requires."),
+        *_keys(NodesModel, "nodes."),
         *_keys(ExpectModel, "smoke.expect[]."),
     )
 

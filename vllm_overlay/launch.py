@@ -9,18 +9,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from vllm_overlay.activate import PLAN_VARIABLE
 from vllm_overlay.activate.receipt import process_key
+from vllm_overlay.activate.statement import compared
 from vllm_overlay.doctor import examine
 from vllm_overlay.doctor.check import WARN, refusals
 from vllm_overlay.doctor.network import port_of
 from vllm_overlay.errors import ConfigError, raise_all
 from vllm_overlay.folders import FOLDER_VARIABLES
 from vllm_overlay.inuse import hold
+from vllm_overlay.nodes import Seat
 from vllm_overlay.plan import Plan, fill_store, write_file, write_plan
 from vllm_overlay.processes import alive
 from vllm_overlay.receipts import NAME, of_this_host
@@ -42,26 +44,31 @@ class Launch:
     warnings: tuple[str, ...]
 
 
-def prepare(resolution: Resolution, home: Path, environ: Mapping[str, str]) -> Launch:
+def prepare(
+    resolution: Resolution, home: Path, environ: Mapping[str, str], seat: Seat | None = None
+) -> Launch:
     """Check the machine, then write the plan, the patched sources and word of this server.
+
+    ``seat`` is this machine's among several nodes.
 
     Raises ConfigError(s) for whatever forbids the launch, before anything is written if it can
     be known by then.
     """
     plan = resolution.plan
-    checks = examine(resolution, home, environ)
+    checks = examine(seen_by(resolution, seat), home, {**environ, **own_variables(seat)})
     raise_all([*resolution.errors, *refusals(checks)])
-    command = (sys.executable, vllm_script(), "serve", *resolution.argv)
+    own = seat.arguments(plan.serve) if seat else []
+    command = (sys.executable, vllm_script(), "serve", *resolution.argv, *own)
     hold(home, while_serving=False)
     hold(plan.folder(home), while_serving=True)
     fill_store(resolution.modules, home)
     plan_path = write_plan(plan, home)
-    environment = child_environment(plan, plan_path, environ)
+    environment = child_environment(plan, plan_path, environ, seat)
     for name in CACHE_VARIABLES:
         _make_folder(Path(plan.env[name]))
     _prove_activation(environment)
     _clean(plan.folder(home))
-    _write_run(plan, home)
+    _write_run(plan, home, environment, seat)
     return Launch(command, environment, tuple(c.line() for c in checks if c.state == WARN))
 
 
@@ -72,10 +79,24 @@ def become(launch: Launch) -> NoReturn:
     os.execve(launch.command[0], launch.command, launch.environment)
 
 
-def child_environment(plan: Plan, plan_path: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return vLLM's environment: the caller's, the plan's on top, and the plan's own variable."""
+def child_environment(
+    plan: Plan, plan_path: Path, environ: Mapping[str, str], seat: Seat | None = None
+) -> dict[str, str]:
+    """Return vLLM's environment: the caller's, the plan's on top, this node's, the plan's path."""
     kept = {name: value for name, value in environ.items() if name not in FOLDER_VARIABLES}
-    return {**kept, **plan.env, PLAN_VARIABLE: str(plan_path)}
+    return {**kept, **plan.env, **own_variables(seat), PLAN_VARIABLE: str(plan_path)}
+
+
+def seen_by(resolution: Resolution, seat: Seat | None) -> Resolution:
+    """Return what the checks look at: the plan as this node serves it."""
+    plan = resolution.plan
+    flags = seat.flags(plan.serve) if seat else {}
+    return replace(resolution, plan=replace(plan, serve={**plan.serve, **flags}))
+
+
+def own_variables(seat: Seat | None) -> Mapping[str, str]:
+    """Return the variables that are of this node alone."""
+    return seat.environment if seat else {}
 
 
 def vllm_script() -> str:
@@ -138,7 +159,7 @@ def _clean(folder: Path) -> None:
             ) from None
 
 
-def _write_run(plan: Plan, home: Path) -> None:
+def _write_run(plan: Plan, home: Path, environment: Mapping[str, str], seat: Seat | None) -> None:
     """Leave word of the server that this process becomes: exec keeps pid and start time."""
     pid, start = process_key()
     record: dict[str, Any] = {
@@ -154,5 +175,7 @@ def _write_run(plan: Plan, home: Path) -> None:
         "recipe": plan.recipe["name"],
         "smoke": plan.smoke,
     }
+    if seat:
+        record |= {"node": seat.record(), "environment": compared(environment)}
     path = plan.folder(home) / "runs" / f"{pid}-{start}.json"
     write_file(path, (json.dumps(record, indent=1) + "\n").encode())

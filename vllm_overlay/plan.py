@@ -41,6 +41,7 @@ class Plan:
     ``path`` (relative to the folder that holds vllm/), ``package``, ``source`` ({file, sha256}
     of the patched text, file relative to the state folder; absolute for an added module; None
     where only hooks apply) and ``fixes`` ({fix, kind, file, sha256, function} in order).
+    ``nodes`` is {count, build} where several nodes serve together, else empty.
     """
 
     cache_key: str
@@ -57,6 +58,7 @@ class Plan:
     smoke: Mapping[str, Any]
     modules: Mapping[str, Mapping[str, Any]]
     notes: tuple[str, ...] = ()
+    nodes: Mapping[str, Any] = field(default_factory=dict)
     schema: int = field(default=1)
 
     def file(self) -> bytes:

@@ -16,7 +16,7 @@ from typing import Any
 from vllm_overlay.border import raise_problems, suggest, validate
 from vllm_overlay.errors import ConfigError
 from vllm_overlay.files import inside, is_file, read_bytes, unreadable
-from vllm_overlay.recipe_format import MAX_LENGTH, RecipeModel, is_name
+from vllm_overlay.recipe_format import MAX_LENGTH, RecipeModel, RequiresModel, is_name
 from vllm_overlay.yamlio import Node, Place, Places, parse
 
 MAX_PARENTS = 16
@@ -31,6 +31,14 @@ class Requires:
     compute_capability: str | None = None  # a range of versions, such as ">=9.0"
     gpu_memory: str | None = None  # of each GPU, a size such as "120GiB"
     shm: str | None = None  # a size
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The machines that serve the model together; ``per_node`` wins over the recipe's requires."""
+
+    count: int = 1
+    per_node: Requires = Requires()
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,7 @@ class Recipe:
     env: dict[str, str]
     fixes: tuple[str, ...]
     requires: Requires | None
+    nodes: Nodes
     smoke: Smoke
     file: Path
     variant: str | None
@@ -287,7 +296,7 @@ def _recipe(root: Node, file: Path, variant: str | None, variants: tuple[str, ..
             errors.append(root.place.error(f"the key '{name}' is missing", remedy=remedy))
     raise_problems(errors, file)
     assert model is not None
-    requires = model.requires
+    requires, nodes = model.requires, model.nodes
     return Recipe(
         name=model.name,
         summary=model.summary,
@@ -296,17 +305,20 @@ def _recipe(root: Node, file: Path, variant: str | None, variants: tuple[str, ..
         serve=model.serve,
         env=model.env,
         fixes=tuple(dict.fromkeys(model.fixes)),  # +[...] may name a fix that a parent has too
-        requires=Requires(
-            gpus=requires.gpus or None,
-            compute_capability=requires.compute_capability or None,
-            gpu_memory=requires.gpu_memory or None,
-            shm=requires.shm or None,
-        )
-        if root.child("requires")
-        else None,
+        requires=_requires(requires) if root.child("requires") else None,
+        nodes=Nodes(nodes.count, _requires(nodes.per_node)),
         smoke=Smoke(tuple(Expect(e.prompt, e.contains) for e in model.smoke.expect)),
         file=file,
         variant=variant,
         variants=variants,
         places=Places(root),
+    )
+
+
+def _requires(model: RequiresModel) -> Requires:
+    return Requires(
+        gpus=model.gpus or None,
+        compute_capability=model.compute_capability or None,
+        gpu_memory=model.gpu_memory or None,
+        shm=model.shm or None,
     )

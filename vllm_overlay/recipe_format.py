@@ -20,8 +20,12 @@ CACHE_VARIABLES = {
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
 }
 INTERNAL_VARIABLES = ("VLLM_OVERLAY_PLAN", *FOLDER_VARIABLES)
+# Composed by `serve` from the recipe's nodes and from what each node is told.
+NODE_FLAGS = ("nnodes", "node-rank", "master-addr", "headless")
+NODE_REMEDY = "give the recipe nodes: {count: …}; the rest is composed of NODE_RANK and HEAD_ADDR"
 SECRET_FLAGS = {"api-key": "VLLM_API_KEY", "hf-token": "HF_TOKEN"}
 MAX_VARIANTS = 64
+MAX_NODES = 1024
 MAX_LENGTH = 200  # characters of a name or a version
 
 _SECRET = re.compile(
@@ -114,6 +118,8 @@ def _serve_flag(text: str) -> str:
     if text in ("model", "config"):
         remedy = "set the recipe's key 'model'" if text == "model" else "write its flags here"
         raise refuse(f"the serve flag '{text}' has no place in a recipe", remedy=remedy)
+    if text in NODE_FLAGS:
+        raise refuse(f"the serve flag '{text}' has no place in a recipe", remedy=NODE_REMEDY)
     if text in SECRET_FLAGS:
         remedy = f"set the environment variable {SECRET_FLAGS[text]} where you start the server"
         raise refuse(f"the serve flag '{text}' is a secret", remedy=remedy)
@@ -179,6 +185,17 @@ class RequiresModel(Strict):
     shm: Size = key("the least size of /dev/shm, such as 16GiB", default="")
 
 
+class NodesModel(Strict):
+    """The machines that serve one model together."""
+
+    count: int = key("how many nodes; 1 is the same as none of this", default=1, ge=1, le=MAX_NODES)
+    per_node: RequiresModel = key(
+        "what each of the nodes must have; wins over requires",
+        default=RequiresModel(),
+        alias="per-node",
+    )
+
+
 class ExpectModel(Strict):
     """One known answer."""
 
@@ -209,6 +226,7 @@ class VariantModel(Strict):
     env: Environment = key("environment variables of the server, with text values", default={})
     fixes: list[Name] = key("the fixes that are on, by name", default=[])
     requires: RequiresModel = key("what the host must have", default=RequiresModel())
+    nodes: NodesModel = key("the machines that serve the model together", default=NodesModel())
     smoke: SmokeModel = key("what the smoke checks ask", default=SmokeModel())
 
 

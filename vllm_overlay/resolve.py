@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 from vllm_overlay import environ as env_checks
 from vllm_overlay import flags
 from vllm_overlay.activate.planfile import sha256
+from vllm_overlay.activate.statement import PER_NODE
+from vllm_overlay.buildid import build_id
 from vllm_overlay.errors import ConfigError, ConfigErrors, raise_all
 from vllm_overlay.extraflags import parse_extra
 from vllm_overlay.fix import Fix, check_needs, load_fixes
@@ -20,11 +22,12 @@ from vllm_overlay.folders import Folders
 from vllm_overlay.hidden import secrets_in
 from vllm_overlay.host import gpu_architecture
 from vllm_overlay.model import find_model
+from vllm_overlay.nodes import check_sizes
 from vllm_overlay.parsertable import parser_table
 from vllm_overlay.patched import Modules, plan_modules
 from vllm_overlay.plan import Plan, PlannedFix
 from vllm_overlay.recipe import Recipe, load_recipe
-from vllm_overlay.recipe_format import CACHE_VARIABLES
+from vllm_overlay.recipe_format import CACHE_VARIABLES, NODE_FLAGS, NODE_REMEDY
 from vllm_overlay.selection import Chosen, check_flags, choose
 from vllm_overlay.subject import subject_of
 from vllm_overlay.upstream import Tree, installed_tree
@@ -81,6 +84,9 @@ def resolve(request: Request) -> Resolution:
     started = {**request.environ, **environment}
     serve, overrides, argv = _serve(recipe, request, tree, model, started, errors)
     notes = _check_needs(applied, model, serve, started, errors)
+    several = recipe.nodes.count > 1
+    sizes = recipe.places.at("nodes", "count")
+    errors += check_sizes(recipe.nodes.count, recipe.nodes.per_node.gpus, serve, sizes)
     errors += [error for item in judged for error in _verdict_errors(item)]
     errors += _check_frontend(judged, started)
     key = cache_key(tree, judged)
@@ -105,10 +111,11 @@ def resolve(request: Request) -> Resolution:
         env=environment,
         fixes=tuple(_planned(choice, judged) for choice in chosen),
         overrides=(*overrides, *env_overrides),
-        requires=_plain(recipe.requires),
+        requires={**_plain(recipe.requires), **_plain(recipe.nodes.per_node)},
         smoke=_plain(recipe.smoke),
         notes=tuple(notes),
         modules=modules.entries,
+        nodes={"count": recipe.nodes.count, "build": build_id()} if several else {},
     )
     return Resolution(plan, tuple(errors), modules, (model, *argv), tuple(applied))
 
@@ -193,6 +200,11 @@ def _serve(
     table = parser_table(tree, home, started)
     nothing: dict[str, object] = {}
     extra = _collect(errors, lambda: parse_extra(request.extra, table), nothing)
+    errors += [
+        flags.error_at(COMMAND_LINE, f"flag '{name}' is not taken here", remedy=NODE_REMEDY)
+        for name in NODE_FLAGS
+        if name in extra
+    ]
     overrides: list[Override] = []
     merged = flags.canonical(recipe.serve, table)
     # Before anything is merged or shown: a plan is printed even if it must not be launched.
@@ -242,7 +254,8 @@ def _environment(
     if secrets:
         raise_all([*errors, *secrets])
     for name, value in recipe.env.items():
-        now = request.environ.get(name, value)
+        # What may differ between nodes stays out of the plan, which must not.
+        now = value if name in PER_NODE else request.environ.get(name, value)
         if now != value:
             environment[name] = now
             overrides.append({"flag": f"env {name}", "recipe": value, "now": now})

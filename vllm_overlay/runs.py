@@ -27,6 +27,7 @@ class Run:
     recipe: str
     started: str
     plan: Mapping[str, Any]
+    node: Mapping[str, Any] | None = None  # rank, count, head, … of a node among several
 
     @property
     def digest(self) -> str:
@@ -45,7 +46,7 @@ class Run:
     @property
     def headless(self) -> bool:
         """Whether this node serves no HTTP: the second and later nodes of a server."""
-        return bool(self.plan.get("serve", {}).get("headless"))
+        return bool(self.node and self.node["rank"])
 
     @property
     def url(self) -> str:
@@ -104,6 +105,7 @@ def _read(path: Path) -> Run | None:
             recipe=str(record["recipe"]),
             started=str(record["started"]),
             plan=plan,
+            node=record.get("node"),
         )
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(

@@ -8,13 +8,14 @@ from rich.text import Text
 
 from vllm_overlay.checks import Checked
 from vllm_overlay.evidence import short
+from vllm_overlay.nodes import Seat
 from vllm_overlay.plan import Plan
 
 COLOURS = {"apply": "green", "off": "dim", "upstreamed": "cyan"}
 
 
-def plan_table(plan: Plan) -> RenderableType:
-    """Return a plan as a reader wants it: what is served, with which fixes, from where."""
+def plan_table(plan: Plan, seat: Seat | None = None) -> RenderableType:
+    """Return a plan as a reader wants it: what is served, with which fixes, from where, by whom."""
     facts = Table.grid(padding=(0, 2))
     name = plan.recipe["name"] + (f" ({plan.recipe['variant']})" if plan.recipe["variant"] else "")
     for label, value in (
@@ -30,6 +31,10 @@ def plan_table(plan: Plan) -> RenderableType:
         facts.add_row("override", Text(f"{item['flag']}: {item['recipe']} -> {item['now']}"))
     for note in plan.notes:
         facts.add_row("note", Text(note))
+    if plan.nodes and seat is None:
+        facts.add_row("nodes", str(plan.nodes["count"]))
+    for line in seat.told if seat else ():
+        facts.add_row("node", Text(line))
     table = Table()
     for heading in ("fix", "verdict", "flag", "targets", "why"):
         table.add_column(heading, overflow="fold")

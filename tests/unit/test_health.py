@@ -384,10 +384,11 @@ def test_a_state_folder_that_cannot_be_written_is_a_reason(
 
 
 def test_a_node_without_http_is_judged_by_its_processes(node: Node, server: FakeServer) -> None:
-    node.serve = {"headless": True}
-    with node.process("VLLM::EngineCore") as root:
-        node.write_run(root)
-        assert check(node).ok
+    with node.process("vllm serve m") as root:
+        node.write_run(root, node={"rank": 1, "count": 2})
+        assert check(node).reasons == ("no live worker process",)
+        with node.process("VLLM::Worker_TP1"):
+            assert check(node).ok
     assert server.requests == []
 
 

@@ -1,0 +1,80 @@
+"""Recipes for several nodes against the installed vLLM: one plan for all, whoever asks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.serving import cli
+
+RECIPE = """\
+schema: 1
+name: two
+extends: demo
+nodes: {count: 2}
+serve: {pipeline-parallel-size: 2}
+env: {GLOO_SOCKET_IFNAME: eth7}
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One state folder: what vLLM's parser knows is asked once."""
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    file = tmp_path / "two.yaml"
+    file.write_text(RECIPE)
+    return file
+
+
+def test_every_node_has_the_same_plan(home: Path, recipe: Path) -> None:
+    """What may differ between nodes is no part of it."""
+    plans = []
+    for env in (
+        {},
+        {"NODE_RANK": "0", "HEAD_ADDR": "a"},
+        {
+            "NODE_RANK": "1",
+            "HEAD_ADDR": "b",
+            "GLOO_SOCKET_IFNAME": "ib0",
+            "VLLM_HOST_IP": "1.2.3.4",
+        },
+    ):
+        done = cli("plan", str(recipe), "--json", home=home, env=env)
+        assert done.returncode == 0, done.stderr
+        plans.append(json.loads(done.stdout))
+    assert plans[0] == plans[1] == plans[2]
+    assert plans[0]["nodes"]["count"] == 2 and len(plans[0]["nodes"]["build"]) == 64
+    assert plans[0]["env"]["GLOO_SOCKET_IFNAME"] == "eth7"
+    other = cli("plan", str(recipe), "--json", home=home, env={"GLOO_TIMEOUT": "1"})
+    assert json.loads(other.stdout) == plans[0], "only `serve` and its ranks look at it"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--", "-n", "2"), "command line: flag 'nnodes' is not taken here; give the recipe nodes"),
+        (("--", "--headless"), "command line: flag 'headless' is not taken here"),
+        (("--", "-pp", "3"), "two.yaml:4:9: 3 ranks cannot be spread evenly over 2 nodes"),
+    ],
+)
+def test_flags_that_contradict_the_nodes_are_refused(
+    home: Path, recipe: Path, arguments: tuple[str, ...], says: str
+) -> None:
+    done = cli("plan", str(recipe), *arguments, home=home)
+    assert done.returncode == 78
+    assert says in done.stderr
+
+
+def test_serve_asks_for_the_nodes_place(home: Path, recipe: Path) -> None:
+    done = cli("serve", str(recipe), home=home)
+    assert done.returncode == 78
+    assert done.stderr.startswith(
+        "vllm-overlay: environment: NODE_RANK is not set; expected 0 to 1"
+    )
+    assert not list(home.glob("plans/*")), "a refused launch left a plan"
