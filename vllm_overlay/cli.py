@@ -83,15 +83,19 @@ def serve(
     extra: Extra = None,
     variant: Variant = None,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Resolve a recipe, write its plan, show it, and become `vllm serve`."""
     from vllm_overlay.launch import become, prepare
     from vllm_overlay.nodes import find_seat
     from vllm_overlay.show import plan_table
 
-    resolution = _resolve(recipe, variant, extra)
-    seat = find_seat(resolution.plan, os.environ)
-    launch = prepare(resolution, find_folders(os.environ).home, os.environ, seat)
+    resolution = None
+    try:
+        resolution = _resolve(recipe, variant, extra)
+        seat = find_seat(resolution.plan, os.environ)
+        launch = prepare(resolution, find_folders(os.environ).home, os.environ, seat)
+    except (ConfigError, ConfigErrors) as refusal:
+        return _refused_node(refusal, resolution)
     if as_json:
         print_json(resolution.plan.body())
     else:
@@ -383,6 +387,16 @@ def _refused(errors: Sequence[ConfigError], status: int) -> int:
     """Show what is refused before there is a result, to a program too if one asked."""
     report(errors)
     _json_errors([str(error) for error in errors])
+    return status
+
+
+def _refused_node(refusal: ConfigError | ConfigErrors, resolution: Resolution | None) -> int:
+    """Show why this machine does not serve, and let the other nodes know."""
+    from vllm_overlay.tell import tell_head
+
+    errors = refusal.errors if isinstance(refusal, ConfigErrors) else (refusal,)
+    status = _refused(errors, refusal.exit_code)
+    tell_head(errors, resolution, os.environ)
     return status
 
 

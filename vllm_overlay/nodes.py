@@ -128,7 +128,7 @@ def find_seat(
     rank = _rank(environ, count)
     if count == 1:
         return None
-    host, port = _head(environ, plan.serve)
+    host, port = head_of(environ, plan.serve)
     resolved = _resolve(host, port, say or _say)
     address = environ.get("VLLM_HOST_IP") or _source_of(resolved, host)
     interface = _interface_of(address)
@@ -173,8 +173,11 @@ def _rank(environ: Mapping[str, str], count: int) -> int:
     )
 
 
-def _head(environ: Mapping[str, str], serve: Mapping[str, Any]) -> tuple[str, int]:
-    """Return (host, port) of HEAD_ADDR: ``name``, ``name:port``, ``1.2.3.4``, ``[::1]:port``."""
+def head_of(environ: Mapping[str, str], serve: Mapping[str, Any]) -> tuple[str, int]:
+    """Return (host, port) of HEAD_ADDR: ``name``, ``name:port``, ``1.2.3.4``, ``[::1]:port``.
+
+    Raises ConfigError for any other text. ``serve`` are the plan's flags.
+    """
     text = environ.get(HEAD, "").strip()
     match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\s:\[\]/]+))(?::(\d{1,5}))?", text)
     if text.count(":") > 1 and not match:

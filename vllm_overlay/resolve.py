@@ -104,7 +104,7 @@ def resolve(request: Request) -> Resolution:
             "models": str(folders.models),
             "source": folders.source,
         },
-        vllm={"version": tree.version, "path": str(tree.root / "vllm"), "torch": _torch()},
+        vllm={"version": tree.version, "path": str(tree.root / "vllm"), "torch": torch_version()},
         model=model,
         served_model=str(served[0] if isinstance(served, list) else served),
         serve=serve,
@@ -322,10 +322,13 @@ def fix_digest(fix: Fix) -> str:
 def cache_key(tree: Tree, judged: Sequence[Judged]) -> str:
     """Return the key of compile caches: vLLM, torch, GPU architecture and the applied fixes."""
     applied = [fix_digest(item.fix) for item in judged if item.verdict == "apply"]
-    return sha256("\n".join([tree.version, _torch(), gpu_architecture(), *applied]).encode())[:16]
+    return sha256(
+        "\n".join([tree.version, torch_version(), gpu_architecture(), *applied]).encode()
+    )[:16]
 
 
-def _torch() -> str:
+def torch_version() -> str:
+    """Return the version of the installed torch, or none."""
     try:
         return importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.ranks import own_address, ranks
 from tests.support.serving import cli
 
 RECIPE = """\
@@ -78,3 +79,20 @@ def test_serve_asks_for_the_nodes_place(home: Path, recipe: Path) -> None:
         "vllm-overlay: environment: NODE_RANK is not set; expected 0 to 1"
     )
     assert not list(home.glob("plans/*")), "a refused launch left a plan"
+
+
+def test_a_node_that_is_refused_before_its_start_ends_the_head_too(
+    home: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other.yaml"
+    other.write_text(RECIPE + 'vllm: "0.31.0"\n')
+    _, address = own_address()
+    with ranks(tmp_path) as two:
+        head = two.start(0)
+        head.says("waiting for rank 1")
+        env = {"NODE_RANK": "1", "HEAD_ADDR": f"{address}:{two.port}"}
+        done = cli("serve", str(other), home=home, env=env)
+        assert (done.returncode, head.ends()) == (78, 78)
+    assert "recipe two is for another vLLM; found vLLM 0.32.0" in done.stderr
+    assert f"telling the head at {address}:{two.port}" in done.stderr
+    assert "in vllm.version: 0.32.0 on" in head.said

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
+from tests.support.ranks import own_address
 from tests.support.recipes import HEAD, load, refusals, write
 from vllm_overlay import buildid, nodes
 from vllm_overlay.errors import ConfigError
@@ -20,15 +20,6 @@ from vllm_overlay.nodes import Seat, check_sizes, find_seat
 from vllm_overlay.plan import Plan
 from vllm_overlay.recipe import Nodes, Requires
 from vllm_overlay.yamlio import Place
-
-
-def own_address() -> tuple[str, str]:
-    """Return (interface, IPv4 address) of this machine that is not the loopback's."""
-    for name, addresses in psutil.net_if_addrs().items():
-        for item in addresses:
-            if item.family == socket.AF_INET and not item.address.startswith("127."):
-                return name, item.address
-    pytest.skip("this machine has the loopback interface alone")
 
 
 def plan_of(count: int = 2, **serve: Any) -> Plan:

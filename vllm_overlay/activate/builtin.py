@@ -54,9 +54,18 @@ def leave_alone(module: ModuleType, state: State) -> None:
     """vLLM's own package: watched for its first import alone."""
 
 
+def compare_nodes(module: ModuleType, state: State) -> None:
+    """Let no rank of several nodes join before it is compared with the head's."""
+    if state.plan.get("nodes"):
+        from vllm_overlay.activate.gate import guard
+
+        guard(module, state)
+
+
 BUILTIN: dict[str, Callable[[ModuleType, State], None]] = {
     "vllm": leave_alone,
     "vllm.envs": register_variables,
+    "vllm.distributed.parallel_state": compare_nodes,
     "setproctitle": follow_titles,
 }
 

@@ -11,6 +11,7 @@ import time
 from vllm_overlay.activate import failure
 from vllm_overlay.activate.receipt import process_key
 from vllm_overlay.activate.state import State
+from vllm_overlay.activate.statement import PATIENCE, run_record
 
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 
@@ -20,8 +21,9 @@ def lead(state: State) -> None:
     pid, start = process_key()
 
     def leave() -> None:
-        if os.getpid() == pid and refused_since(state.folder, start):
+        if os.getpid() == pid and (failures := refused_since(state.folder, start)):
             try:
+                tell_head(state.folder, failures)
                 sys.stdout.flush()
                 sys.stderr.flush()
             finally:
@@ -30,6 +32,7 @@ def lead(state: State) -> None:
     def end(line: str) -> None:
         if os.getpid() == pid:
             end_children()
+            tell_head(state.folder, refused_since(state.folder, start))
 
     # vLLM turns the end of a worker or of EngineCore into status 1, and a supervisor must be able
     # to tell a refused configuration from a crash.
@@ -37,14 +40,39 @@ def lead(state: State) -> None:
     failure.on_failure.append(end)
 
 
-def refused_since(folder: str, start: int) -> bool:
-    """Whether a process that began at ``start`` (clock ticks since boot) or later was refused."""
+def refused_since(folder: str, start: int) -> list[str]:
+    """Return the records of processes that began at ``start`` (clock ticks since boot) or later
+    and were refused."""
     try:
         names = os.listdir(f"{folder}/failures")
     except OSError:
-        return False
-    starts = [name.removesuffix(".json").partition("-")[2] for name in names]
-    return any(item.isdecimal() and int(item) >= start for item in starts)
+        return []
+    starts = {name: name.removesuffix(".json").partition("-")[2] for name in names}
+    return [
+        f"{folder}/failures/{name}"
+        for name, item in starts.items()
+        if item.isdecimal() and int(item) >= start
+    ]
+
+
+def tell_head(folder: str, failures: list[str]) -> None:
+    """Leave word with the head of several nodes of what it cannot know: it would wait for us."""
+    node = (run_record(folder) or {}).get("node")
+    if not node or not node["rank"]:
+        return
+    import json
+    import subprocess
+
+    for path in failures:
+        with open(path) as file:
+            failure_record = json.load(file)
+        if not failure_record.get("told", True):
+            word = {"host": node["head"], "port": node["port"], "node": node["rank"]}
+            word |= {"line": failure_record["line"], "facts": {}, "patience": PATIENCE}
+            environ = {k: v for k, v in os.environ.items() if k != "VLLM_OVERLAY_PLAN"}
+            command = [sys.executable, "-m", "vllm_overlay.tell"]
+            subprocess.run(command, input=json.dumps(word).encode(), env=environ, check=False)
+            return
 
 
 def end_children() -> None:

@@ -91,7 +91,10 @@ def write_atomic(path: str, record: Mapping[str, Any]) -> None:
 
 
 def write_receipt(
-    folder: str, plan: Mapping[str, Any], applied: Collection[tuple[str, str]]
+    folder: str,
+    plan: Mapping[str, Any],
+    applied: Collection[tuple[str, str]],
+    group: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the receipt of this process into ``folder``/receipts (``folder`` is the plan's).
 
@@ -124,6 +127,7 @@ def write_receipt(
         "plan": plan["digest"],
         "environment": environment_digest(os.environ),
         "fixes": fixes,
+        "group": group,
         "updated": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
     write_atomic(f"{folder}/receipts/{pid}-{start}.json", record)

@@ -21,7 +21,10 @@ class State:
         self.home = os.path.dirname(os.path.dirname(self.folder))
         self.vllm_imported = False
         self.applied: set[tuple[str, str]] = set()
+        self.environment: dict[str, str] = {}  # as it was before vLLM changed it
+        self.group: dict[str, Any] | None = None  # of several nodes, once this rank has joined
         self.lock = RLock()
+        self.told = False  # whether the head of several nodes knows why this process is refused
         self._data = data
         self._plan: dict[str, Any] | None = None
 
@@ -66,7 +69,7 @@ class State:
                 return
             self._look_for_strays()
             try:
-                write_receipt(self.folder, self.plan, self.applied)
+                write_receipt(self.folder, self.plan, self.applied, self.group)
             except OSError as error:
                 refuse(
                     "the receipt of this process cannot be written",
@@ -98,7 +101,14 @@ class State:
         with self.lock:
             if not self.vllm_imported:
                 self.vllm_imported = True
+                self.environment = dict(os.environ)
                 self.write()
+
+    def join(self, group: dict[str, Any]) -> None:
+        """Note the group of several nodes that this rank joins."""
+        with self.lock:
+            self.group = group
+            self.write()
 
     def after_fork(self) -> None:
         """A forked child imports nothing new: write its receipt from what it inherited."""
@@ -115,7 +125,7 @@ class State:
         pid, start = process_key()
         plan = os.path.basename(self.folder)
         record = {"schema": 1, "host": os.uname().nodename, "pid": pid, "start": start}
-        record |= {"plan": plan, "line": line}
+        record |= {"plan": plan, "line": line, "told": self.told}
         try:
             write_atomic(f"{self.folder}/failures/{pid}-{start}.json", record)
         except OSError:

@@ -21,6 +21,7 @@ PER_NODE = (
     "NCCL_IB_HCA",
     "UCX_NET_DEVICES",
 )
+PATIENCE = 600.0  # seconds in which a head must show itself to be told: nodes start in any order
 UNSET = "unset"
 SHOWN = 80  # characters of a value in a message
 LOGIN = re.compile(r"(?<=//)[^/\s@]+(?=@)")
@@ -35,6 +36,8 @@ ORDER = [
         r"recipe\.|serve\.",
         r"(env|environment)\.(?!VLLM_CACHE_ROOT|TRITON_|TORCHINDUCTOR_|FLASHINFER_|VLLM_OVERLAY_PLAN)",
         r"fixes\.|modules\.",
+        r"(?!(cache_key|digest|env|environment)\b)",
+        r"env|environment",
     )
 ]
 
@@ -88,7 +91,7 @@ def _order(key: str) -> int:
     return next((i for i, pattern in enumerate(ORDER) if pattern.match(key)), len(ORDER))
 
 
-def told(found: list[tuple[str, str, str]], rank: int, host: str, head: str) -> str:
+def told(found: list[tuple[str, str, str]], rank: object, host: str, head: str) -> str:
     """Return the line on a rank that differs from the head."""
     key, mine, other = found[0]
     more = f" (and {len(found) - 1} more: {', '.join(k for k, _, _ in found[1:4])})" * bool(
@@ -103,18 +106,6 @@ def told(found: list[tuple[str, str, str]], rank: int, host: str, head: str) -> 
 def _short(value: str) -> str:
     text = LOGIN.sub("…", value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
-
-
-def own_environment(folder: str) -> dict[str, str]:
-    """Return what `serve` gave this process's node, from its run record; else what it has now.
-
-    vLLM sets variables of its own on the way from one process to the next, and not the same ones
-    in each role. A Ray actor descends from no `serve`.
-    """
-    record = run_record(folder)
-    if record is not None and "environment" in record:
-        return dict(record["environment"])
-    return dict(os.environ)
 
 
 def run_record(folder: str) -> dict[str, Any] | None:
