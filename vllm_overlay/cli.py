@@ -130,15 +130,24 @@ def doctor(
 
 
 @app.command()
-def status(as_json: AsJson = False) -> None:
+def status(
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="Every node's processes; ask it on the head.")
+    ] = False,
+    port: Port = None,
+    as_json: AsJson = False,
+) -> None:
     """Show the vLLM processes of this machine and the fixes that each has applied."""
+    from vllm_overlay.cluster import cluster_rows, cluster_table
+    from vllm_overlay.runs import find_run
     from vllm_overlay.status import status_rows, status_table
 
-    rows = status_rows(home_folder(os.environ))
+    home = home_folder(os.environ)
+    rows = cluster_rows(find_run(home, port)) if cluster else status_rows(home)
     if as_json:
         print_json(rows)
     else:
-        Console().print(status_table(rows))
+        Console().print(cluster_table(rows) if cluster else status_table(rows))
 
 
 @app.command()

@@ -73,7 +73,8 @@ def check(
         return Health(run.digest, (processes,))
     server = check_server(run)
     answer = check_answer(run, fresh, patience) if server.ok else _not_asked()
-    return Health(run.digest, (server, processes, answer))
+    nodes = (check_nodes(run),) if run.node else ()
+    return Health(run.digest, (server, processes, *nodes, answer))
 
 
 def check_server(run: Run) -> Check:
@@ -95,6 +96,14 @@ def check_answer(run: Run, fresh: float, patience: float) -> Check:
     except OSError as error:
         return Check("answer", False, (f"the state folder cannot be written: {error}",))
     return Check("answer", answer.ok, () if answer.ok else (answer.detail,), answer.detail)
+
+
+def check_nodes(run: Run) -> Check:
+    """Hold what the other nodes say of their processes against the plan."""
+    from vllm_overlay.cluster import reasons
+
+    found = tuple(reasons(run))
+    return Check("nodes", not found, found, f"{run.node['count']} nodes" if run.node else "")
 
 
 def check_processes(run: Run, proc: Path = PROC, settle: float = SETTLE) -> Check:
@@ -165,8 +174,8 @@ def _receipt_reason(run: Run, process: Proc, receipt: Receipt | None) -> str | N
         return f"a vLLM process without a receipt ({why})"
     if process.state == "without plan":  # exec keeps pid and start time, and so the receipt
         return "was started without the plan; the receipt under its name is of what ran before it"
-    if receipt.problem:
-        return receipt.problem
+    if receipt.problem or receipt.waiting:
+        return receipt.problem or receipt.waiting
     wrong = [f"{fix} is {receipt.state(fix)}" for fix in run.fixes if not _fine(receipt, fix)]
     return "; ".join(wrong) or None
 

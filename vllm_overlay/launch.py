@@ -176,6 +176,6 @@ def _write_run(plan: Plan, home: Path, environment: Mapping[str, str], seat: Sea
         "smoke": plan.smoke,
     }
     if seat:
-        record |= {"node": seat.record(), "environment": compared(environment)}
+        record |= {"node": seat.record(plan.serve), "environment": compared(environment)}
     path = plan.folder(home) / "runs" / f"{pid}-{start}.json"
     write_file(path, (json.dumps(record, indent=1) + "\n").encode())

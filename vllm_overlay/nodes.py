@@ -75,9 +75,10 @@ class Seat:
             for name, value in self.flags(serve).items()
         ]
 
-    def record(self) -> dict[str, Any]:
-        """Return what the run record keeps of it."""
+    def record(self, serve: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the run record keeps of it; ``nnodes`` if vLLM's own launch is used."""
         return {
+            "nnodes": not uses_ray(serve),
             "rank": self.rank,
             "count": self.count,
             "head": self.head,

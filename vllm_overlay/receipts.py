@@ -35,6 +35,7 @@ class Receipt:
     environment: str = ""
     updated: str = ""
     fixes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # fix -> module -> state
+    waiting: str | None = None  # of a rank of several nodes: for whom
     problem: str | None = None
 
     def state(self, fix: str) -> str:
@@ -140,4 +141,5 @@ def _parse(record: dict[str, Any]) -> Receipt:
         environment=str(record["environment"]),
         updated=str(record["updated"]),
         fixes={str(fix["name"]): dict(fix["modules"]) for fix in record["fixes"]},
+        waiting=(record.get("group") or {}).get("waiting"),
     )

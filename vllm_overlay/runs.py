@@ -79,7 +79,8 @@ def find_run(home: Path, port: int | None = None, proc: Path = PROC) -> Run | No
 
     Raises UsageError if there are several to choose from, ConfigError as ``live_runs``.
     """
-    runs = [run for run in live_runs(home, proc) if port in (None, run.port)]
+    found = [run for run in live_runs(home, proc) if port in (None, run.port)]
+    runs = [run for run in found if not run.headless] or found  # several nodes on one machine
     if len(runs) > 1:
         ports = ", ".join(str(run.port) for run in runs)
         raise UsageError(

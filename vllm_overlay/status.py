@@ -14,6 +14,7 @@ from vllm_overlay.runs import Run, live_runs
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+FINE = ("running", "starting")
 COLOURS = {"applied": "green", "waiting": "yellow", "running": "green", "starting": "yellow"}
 
 
@@ -105,7 +106,7 @@ def _process(process: Proc, receipt: Receipt | None) -> dict[str, Any]:
             "role": receipt.role,
             "rank": receipt.rank,
             "plan": receipt.plan,
-            "state": receipt.problem or "running",
+            "state": receipt.problem or receipt.waiting or "running",
             "environment": receipt.environment,
             "fixes": {name: receipt.state(name) for name in receipt.fixes},
         }

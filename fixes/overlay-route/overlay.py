@@ -15,14 +15,14 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from vllm_overlay.activate.receipt import process_key
-from vllm_overlay.receipts import read
-from vllm_overlay.status import status_rows
+from vllm_overlay.activate.statement import run_record
+from vllm_overlay.cluster import every_row, node_rows
 
 Facts = dict[str, Any]
 
 MISSING, WAITING, APPLIED = "missing", "waiting", "applied"
 SHOWN = ("pid", "role", "rank", "state", "fixes")
+WHERE = ("node", "host", "address", "plan")  # with several nodes
 UNKNOWN = "unknown"  # the role where the processes cannot be read
 FOLDERS = re.compile(r"/.*/(?=[^/]*\.json)")
 SETTLE = 0.2  # seconds; a child between fork and exec has no receipt of its own
@@ -34,10 +34,10 @@ def read_facts(plan_file: Path) -> Facts:
     Raises OSError or ValueError if the plan cannot be read.
     """
     plan = json.loads(plan_file.read_bytes())
-    receipts = _receipts(plan_file, plan["digest"])
+    receipts = _receipts(plan_file)
     if any(row["state"] == "without receipt" for row in receipts):
         time.sleep(SETTLE)
-        receipts = _receipts(plan_file, plan["digest"])
+        receipts = _receipts(plan_file)
     return {
         "schema": 1,
         "digest": plan["digest"],
@@ -52,27 +52,20 @@ def read_facts(plan_file: Path) -> Facts:
     }
 
 
-def _receipts(plan_file: Path, digest: str) -> list[dict[str, Any]]:
-    """Return a row for each process that `health` holds this plan's server to, by pid."""
-    rows = [
-        {key: row[key] for key in SHOWN}
-        for row in status_rows(plan_file.parents[2])["processes"]
-        if row["plan"] in (digest, None)
-    ]
+def _receipts(plan_file: Path) -> list[dict[str, Any]]:
+    """Return a row for each process that `health` holds this plan's server to, by pid.
+
+    With several nodes, those of every node, each with its host.
+    """
+    folder = plan_file.parent
+    run = run_record(str(folder))
+    if run and run.get("node"):
+        rows = [{key: row[key] for key in (*WHERE, *SHOWN)} for row in every_row(folder, run)]
+    else:
+        rows = [{key: row[key] for key in SHOWN} for row in node_rows(folder)]
     for row in rows:
         row["state"] = _public(row["state"])
-    for receipt in read(plan_file.parent):
-        if (receipt.pid, receipt.start) == process_key():  # `status` leaves out who asks
-            states = {name: receipt.state(name) for name in receipt.fixes}
-            own = (
-                receipt.pid,
-                receipt.role,
-                receipt.rank,
-                _public(receipt.problem or "running"),
-                states,
-            )
-            rows.append(dict(zip(SHOWN, own, strict=True)))
-    return sorted(rows, key=lambda row: int(row["pid"]))
+    return rows
 
 
 def _public(state: str) -> str:
@@ -183,7 +176,11 @@ def _fix_row(fix: Mapping[str, Any]) -> str:
 
 def _receipt_row(receipt: Mapping[str, Any], on: list[str]) -> str:
     role = receipt["role"] + (f" {receipt['rank']}" if receipt["rank"] is not None else "")
-    cells = [f'<th scope="row">{escape(role)}</th>', f"<td>{escape(str(receipt['pid']))}</td>"]
+    if "node" in receipt:
+        host = f"{receipt['host']} {receipt['address']}" if receipt["host"] else "no host yet"
+        role = f"{role}, node {receipt['node']} on {host}"
+    pid = "" if receipt["pid"] is None else str(receipt["pid"])
+    cells = [f'<th scope="row">{escape(role)}</th>', f"<td>{escape(pid)}</td>"]
     cells.append(f'<td class="quiet">{escape(receipt["state"])}</td>')
     for name in on:
         state = state_in(receipt, name)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import time
 import types
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import pytest
 
 from tests.support.node import wait_for
 from tests.support.serving import free_port
+from vllm_overlay.activate.receipt import process_key, write_atomic
 from vllm_overlay.plan import Plan, PlannedFix, write_plan
 
 FORKED = multiprocessing.get_context("forkserver")
@@ -89,6 +92,49 @@ def join(
     dist.destroy_process_group()
 
 
+def serve(plan: str, rank: int, world: int, port: int, log: str, silence: float) -> None:
+    """Be what the others see of a node: a main process, and one rank below it."""
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    os.setsid()
+    from vllm_overlay.activate import failure, family, watch
+    from vllm_overlay.activate.planfile import read_plan
+    from vllm_overlay.activate.state import State
+
+    watch.SILENCE, watch.BEAT = silence, 0.1
+    pid, start = process_key()
+    node = {"rank": rank, "count": world, "head": "127.0.0.1", "port": port, "nnodes": True}
+    record = {
+        "host": os.uname().nodename,
+        "port": 1000 + rank,
+        "served_model": "m",
+        "recipe": "test",
+        "started": "now",
+        "node": {**node, "address": f"10.0.0.{rank + 1}"},
+        "environment": {},
+        "pid": pid,
+        "start": start,
+    }
+    write_atomic(f"{Path(plan).parent}/runs/{pid}-{start}.json", record)
+    state = State(plan, read_plan(plan))
+    failure.on_failure.append(state.record_failure)
+    state.first_import()
+    family.lead(state)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        try:
+            join(plan, rank, world, port, {"STAY": "1"}, log, True)
+        finally:
+            os._exit(1)
+    try:
+        os.waitpid(child, 0)  # as vLLM's headless node, which ends with 0 if its worker dies
+    finally:
+        with suppress(OSError):
+            os.kill(child, signal.SIGTERM)
+        atexit._run_exitfuncs()  # which a child of the fork server passes by
+
+
 @dataclass
 class Rank:
     """One rank's process and what it has said."""
@@ -146,6 +192,16 @@ class Ranks:
         self.started.append(Rank(process, log))
         return self.started[-1]
 
+    def serve(self, rank: int, silence: float = 60) -> Rank:
+        """Start a whole node with one rank; ``silence`` are seconds before it counts as lost."""
+        written = write_plan(self.plan, self.folder / "home")
+        log = self.folder / f"node{rank}-{len(self.started)}.log"
+        arguments = (str(written), rank, self.world, self.port, str(log), silence)
+        process = FORKED.Process(target=serve, args=arguments)
+        process.start()
+        self.started.append(Rank(process, log))
+        return self.started[-1]
+
 
 @contextmanager
 def ranks(folder: Path, world: int = 2, **plan: Any) -> Iterator[Ranks]:
@@ -155,5 +211,7 @@ def ranks(folder: Path, world: int = 2, **plan: Any) -> Iterator[Ranks]:
         yield made
     finally:
         for rank in made.started:
+            with suppress(OSError):
+                os.killpg(rank.process.pid, signal.SIGKILL)
             rank.process.kill()
             rank.process.join()

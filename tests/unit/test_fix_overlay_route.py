@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from vllm_overlay import cluster
 from vllm_overlay.activate.receipt import process_key
 from vllm_overlay.errors import ConfigError
 from vllm_overlay.receipts import read
@@ -209,7 +210,7 @@ def test_a_receipt_that_cannot_be_read_is_named_without_its_folder(
     (problem,) = [receipt.problem for receipt in read(folder)]
     other = receipt("worker", 7, f"receipt {folder}/receipts/7-8.json is not its own: it names 9-9")
     rows = {"processes": [other | {"plan": folder.name}]}
-    monkeypatch.setattr(overlay, "status_rows", lambda home: rows)
+    monkeypatch.setattr(cluster, "status_rows", lambda home: rows)
     found = overlay.read_facts(plan_file)
     states = {row["pid"]: row["state"] for row in found["receipts"]}
     assert states == {
@@ -235,7 +236,7 @@ def test_what_cannot_be_read_is_a_zero_and_leaves_vllm_s_own_metrics(
         if error:
             raise error
 
-    monkeypatch.setattr(overlay, "status_rows", rows)
+    monkeypatch.setattr(cluster, "status_rows", rows)
     package = ModuleType("vllm.entrypoints.serve.instrumentator")
     package.overlay = overlay  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, package.__name__, package)
@@ -284,7 +285,7 @@ def test_the_facts_come_from_the_plan_and_the_live_processes_of_it(
         seen[1] |= {"plan": None, "title": "secret"}
         return {"processes": [*seen, receipt("worker", 7) | {"plan": "another"}]}
 
-    monkeypatch.setattr(overlay, "status_rows", rows)
+    monkeypatch.setattr(cluster, "status_rows", rows)
     found = overlay.read_facts(folder / "plan.json")
     assert found == facts(
         [fix("a")],

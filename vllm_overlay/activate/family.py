@@ -20,14 +20,27 @@ def lead(state: State) -> None:
     """Make this process end its children if it is refused, and tell if one of them was."""
     pid, start = process_key()
 
+    node = (run_record(state.folder) or {}).get("node")
+    watch = None
+    if node and node["nnodes"]:
+        from vllm_overlay.activate.watch import begin
+
+        watch = begin(state, node)
+
     def leave() -> None:
-        if os.getpid() == pid and (failures := refused_since(state.folder, start)):
+        if os.getpid() != pid:
+            return
+        if watch is not None and watch.ending:
+            watch.leave()
+        if failures := refused_since(state.folder, start):
             try:
                 tell_head(state.folder, failures)
                 sys.stdout.flush()
                 sys.stderr.flush()
             finally:
                 os._exit(failure.EXIT_CONFIG)
+        if watch is not None:
+            watch.leave()
 
     def end(line: str) -> None:
         if os.getpid() == pid:
@@ -77,7 +90,8 @@ def tell_head(folder: str, failures: list[str]) -> None:
 
 def end_children() -> None:
     """End every process below this one: vLLM's EngineCore does not watch its parent."""
-    family = descendants(os.getpid())
+    # The resource tracker goes by itself, once it has removed what the others leave.
+    family = [item for item in descendants(os.getpid()) if not _tracks(item[0])]
     for number in (signal.SIGTERM, signal.SIGKILL):
         for pid, start in family:
             try:
@@ -108,6 +122,14 @@ def descendants(root: int) -> list[tuple[int, int]]:
         below = {pid for pid, (parent, _) in parents.items() if parent in below}
         found += [(pid, parents[pid][1]) for pid in below]
     return found
+
+
+def _tracks(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return b"resource_tracker" in file.read()
+    except OSError:
+        return False
 
 
 def _alive(pid: int, start: int) -> bool:

@@ -30,7 +30,7 @@ def process_title(pid: int | None = None) -> str:
 
 
 def role_of(title: str) -> str:
-    """Return api-server, engine-core, worker, coordinator or other, from a process title.
+    """Return api-server, headless, engine-core, worker, coordinator or other, from a title.
 
     vLLM titles its processes `<prefix>::<name>`; the first API server keeps `vllm serve …`.
     """
@@ -50,7 +50,7 @@ def role_of(title: str) -> str:
         word.endswith("/vllm") or word == "vllm" or word.startswith("vllm.entrypoints.")
         for word in words[: words.index("serve")]
     ):
-        return "api-server"
+        return "headless" if "--headless" in words else "api-server"
     return "other"
 
 

@@ -105,7 +105,7 @@ class State:
                 self.write()
 
     def join(self, group: dict[str, Any]) -> None:
-        """Note the group of several nodes that this rank joins."""
+        """Note the group of several nodes that this rank joins, or for whom it is ``waiting``."""
         with self.lock:
             self.group = group
             self.write()
