@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_overlay.activate.family import descendants
 from vllm_overlay.activate.receipt import process_key
 from vllm_overlay.errors import UsageError
 from vllm_overlay.receipts import read
@@ -41,10 +42,15 @@ def node_rows(plan: Path) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: int(row["pid"]))
 
 
-def own_rows(plan: Path, node: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return ``node_rows`` with the node that they are of; ``node`` is of the run record."""
+def own_rows(plan: Path, run: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of a node's main process and of all below it, with the node.
+
+    ``run`` is the main process's run record. Another node may share the machine.
+    """
+    node = run["node"]
     where = {"node": node["rank"], "host": os.uname().nodename, "address": node["address"]}
-    return [{**where, **row} for row in node_rows(plan)]
+    family = {run["pid"], *(pid for pid, _ in descendants(run["pid"]))}
+    return [{**where, **row} for row in node_rows(plan) if row["pid"] in family]
 
 
 def every_row(plan: Path, run: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -53,7 +59,7 @@ def every_row(plan: Path, run: Mapping[str, Any]) -> list[dict[str, Any]]:
     A node that has said nothing yet, or not for a while, has one row that says so.
     """
     node = run["node"]
-    rows = own_rows(plan, node)
+    rows = own_rows(plan, run)
     told, age = _told(plan / "cluster" / f"{run['pid']}-{run['start']}.json")
     for other in range(1, node["count"]):
         theirs = told.get(str(other))
@@ -76,9 +82,10 @@ def cluster_rows(run: Run | None) -> dict[str, Any]:
             remedy="`vllm-overlay status` shows this machine's processes",
         )
     if run.node["rank"]:
-        found = f"node {run.node['rank']}"
         raise UsageError(
-            "only the head knows of every node", found=found, expected=run.node["head"]
+            "only the head knows of every node",
+            found=f"node {run.node['rank']}",
+            remedy=f"ask on {run.node['head']}",
         )
     rows = every_row(run.folder, {"pid": run.pid, "start": run.start, "node": run.node})
     return {"plan": run.digest, "recipe": run.recipe, "nodes": run.node["count"], "rows": rows}

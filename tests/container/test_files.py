@@ -55,6 +55,23 @@ def test_the_env_file_reaches_compose_and_the_container(files: Node) -> None:
     assert service(files, RECIPE="demo")["environment"]["RECIPE"] == "demo"
 
 
+def cluster(files: Node, **env: str) -> dict[str, Any]:
+    return service(Node(files.checkout, files.env, more=("cluster.yaml",)), RECIPE="demo", **env)
+
+
+@pytest.mark.parametrize("missing", ["NODE_RANK", "HEAD_ADDR"])
+def test_a_node_must_be_told_its_place(files: Node, missing: str) -> None:
+    env = {"NODE_RANK": "0", "HEAD_ADDR": "a", "RECIPE": "demo"}
+    node = Node(files.checkout, files.env, more=("cluster.yaml",))
+    done = node.compose("config", check=False, **{**env, missing: ""})
+    assert done.returncode != 0 and missing in done.stderr
+    found = cluster(files, NODE_RANK="1", HEAD_ADDR="a")
+    assert (found["network_mode"], found["restart"]) == ("host", "on-failure")
+    assert not found.get("ports")
+    assert found["environment"]["NODE_RANK"] == "1"
+    assert cluster(files, NODE_RANK="1", HEAD_ADDR="a", RESTART="no")["restart"] == "no"
+
+
 def build(*arguments: str) -> subprocess.CompletedProcess[str]:
     base = ["--build-arg", f"CUDA_BASE={LOCAL_BASE}"] if has_image(LOCAL_BASE) else []
     return subprocess.run(

@@ -25,6 +25,9 @@ KNOBS = (
     "IMAGE",
     "MODELS_DIR",
     "SHM_SIZE",
+    "NODE_RANK",
+    "HEAD_ADDR",
+    "RESTART",
     "HF_TOKEN",
     "HF_HUB_OFFLINE",
 )
@@ -37,6 +40,7 @@ class Node:
     checkout: Path
     env: Mapping[str, str]
     cpu: bool = True
+    more: tuple[str, ...] = ()  # further compose files, which come last
 
     @property
     def url(self) -> str:
@@ -46,7 +50,7 @@ class Node:
         self, *arguments: str, check: bool = True, timeout: float = 600, **env: str
     ) -> subprocess.CompletedProcess[str]:
         """Run `docker compose`; ``env`` is what the caller sets for this one call."""
-        files = ["serve.yaml", "cpu.yaml"] if self.cpu else ["serve.yaml"]
+        files = ["serve.yaml", *(["cpu.yaml"] if self.cpu else []), *self.more]
         chosen = [word for name in files for word in ("-f", str(self.checkout / "compose" / name))]
         done = subprocess.run(
             ["docker", "compose", *chosen, *arguments],
@@ -96,6 +100,36 @@ def node(checkout: Path, project: str, image: str, models: Path | None = None) -
         "PORT": str(free_port()),
     }
     return Node(checkout, env)
+
+
+NETWORK = """\
+services:
+  serve:
+    hostname: {name}
+    network_mode: !reset null
+    networks: {{boxes: {{aliases: [{name}]}}}}
+networks:
+  boxes: {{name: {network}, external: true}}
+"""
+
+
+def boxes(folder: Path, network: str, image: str, count: int, **env: str) -> list[Node]:
+    """Return nodes as on boxes of their own: a checkout, a state and a NODE_RANK each.
+
+    Boxes have networks of their own, and the compose file takes the host's; here each is a
+    container on one network of Docker's.
+    """
+    found = []
+    for rank in range(count):
+        name = f"box-{rank}"
+        made = node(folder / name, f"{network}-{rank}", image)
+        more = {"NODE_RANK": str(rank), "HEAD_ADDR": "box-0", "SHM_SIZE": "1gb", **env}
+        (made.checkout / "compose" / "network.yaml").write_text(
+            NETWORK.format(name=name, network=network)
+        )
+        files = ("cluster.yaml", "network.yaml")
+        found.append(Node(made.checkout, {**made.env, **more}, more=files))
+    return found
 
 
 def environment(env: Mapping[str, str]) -> dict[str, str]:

@@ -13,6 +13,10 @@ from vllm_overlay.activate.receipt import process_key
 from vllm_overlay.activate.state import State
 from vllm_overlay.activate.statement import PATIENCE, run_record
 
+TYPE_CHECKING = False  # importing typing costs more than the rest of the start
+if TYPE_CHECKING:
+    from typing import Any
+
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 
 
@@ -53,39 +57,44 @@ def lead(state: State) -> None:
     failure.on_failure.append(end)
 
 
-def refused_since(folder: str, start: int) -> list[str]:
-    """Return the records of processes that began at ``start`` (clock ticks since boot) or later
-    and were refused."""
+def refused_since(folder: str, start: int) -> list[dict[str, Any]]:
+    """Return the failures of this host's processes that began at ``start`` (clock ticks since
+    boot) or later, but for those that only followed the end of their group."""
+    import json
+
+    found, here = [], os.uname().nodename
     try:
         names = os.listdir(f"{folder}/failures")
     except OSError:
         return []
-    starts = {name: name.removesuffix(".json").partition("-")[2] for name in names}
-    return [
-        f"{folder}/failures/{name}"
-        for name, item in starts.items()
-        if item.isdecimal() and int(item) >= start
-    ]
+    for name in names:
+        since = name.removesuffix(".json").partition("-")[2]
+        if not since.isdecimal() or int(since) < start:
+            continue
+        try:
+            with open(f"{folder}/failures/{name}", "rb") as file:
+                record: dict[str, Any] = json.load(file)
+        except (OSError, ValueError):
+            record = {}  # it was refused all the same
+        if record.get("host", here) == here and not record.get("lost"):
+            found.append(record)
+    return found
 
 
-def tell_head(folder: str, failures: list[str]) -> None:
+def tell_head(folder: str, failures: list[dict[str, Any]]) -> None:
     """Leave word with the head of several nodes of what it cannot know: it would wait for us."""
     node = (run_record(folder) or {}).get("node")
-    if not node or not node["rank"]:
+    untold = [item["line"] for item in failures if not item.get("told", True)]
+    if not untold or not node or not node["rank"]:
         return
     import json
     import subprocess
 
-    for path in failures:
-        with open(path) as file:
-            failure_record = json.load(file)
-        if not failure_record.get("told", True):
-            word = {"host": node["head"], "port": node["port"], "node": node["rank"]}
-            word |= {"line": failure_record["line"], "facts": {}, "patience": PATIENCE}
-            environ = {k: v for k, v in os.environ.items() if k != "VLLM_OVERLAY_PLAN"}
-            command = [sys.executable, "-m", "vllm_overlay.tell"]
-            subprocess.run(command, input=json.dumps(word).encode(), env=environ, check=False)
-            return
+    word = {"host": node["head"], "port": node["port"], "node": node["rank"]}
+    word |= {"line": untold[0], "facts": {}, "patience": PATIENCE}
+    environ = {name: value for name, value in os.environ.items() if name != "VLLM_OVERLAY_PLAN"}
+    command = [sys.executable, "-m", "vllm_overlay.tell"]
+    subprocess.run(command, input=json.dumps(word).encode(), env=environ, check=False)
 
 
 def end_children() -> None:

@@ -86,12 +86,12 @@ def meet(args: tuple[Any, ...], kwargs: Mapping[str, Any], state: State) -> dict
     rank, world = int(kwargs["rank"]), int(kwargs["world_size"])
     timeout = kwargs.get("timeout") or sys.modules["torch.distributed"].default_pg_timeout
     mine = statement(state, rank, world)
+    state.told = True  # from here on the head knows of whatever a rank is refused for
     progress = Progress(lambda line: state.join({"waiting": line}))
     if rank == 0:
         store = open_store(url.hostname, url.port, world, master=True)
         start = lead(store, mine, world, state.plan["nodes"]["count"], url.port, progress)
     else:
-        state.told = True  # from here on the head knows of whatever this rank is refused for
         store, start = follow(url.hostname, url.port, mine, world, progress)
     store.set_timeout(timeout)
     state.join(

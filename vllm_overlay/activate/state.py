@@ -118,14 +118,17 @@ class State:
         except Exception as error:  # Python only prints what an at-fork function raises
             refuse("the receipt of a forked process cannot be written", found=repr(error))
 
-    def record_failure(self, line: str) -> None:
-        """Leave the failure beside the plan, for `status`, `health` and the main process."""
+    def record_failure(self, line: str, *, lost: bool = False) -> None:
+        """Leave the failure beside the plan, for `status`, `health` and the main process.
+
+        ``lost``: nothing is wrong with this process, but its group has ended.
+        """
         from vllm_overlay.activate.receipt import process_key, write_atomic
 
         pid, start = process_key()
         plan = os.path.basename(self.folder)
         record = {"schema": 1, "host": os.uname().nodename, "pid": pid, "start": start}
-        record |= {"plan": plan, "line": line, "told": self.told}
+        record |= {"plan": plan, "line": line, "told": self.told, "lost": lost}
         try:
             write_atomic(f"{self.folder}/failures/{pid}-{start}.json", record)
         except OSError:

@@ -117,7 +117,8 @@ class Watch:
 
             from vllm_overlay.cluster import own_rows
 
-            rows = own_rows(Path(self.state.folder), self.node)
+            run = {"pid": os.getpid(), "node": self.node}
+            rows = own_rows(Path(self.state.folder), run)
             store.set(f"{PREFIX}rows/{self.rank}", json.dumps(rows))
         if self.rank:
             return
@@ -171,7 +172,8 @@ class Watch:
             os.kill(os.getpid(), signal.SIGTERM)
             self._after(GOODBYE, 0)
         say(f"the group has ended ({self.lost}); this node ends, to begin anew")
-        self.state.record_failure(f"the group of {self.count} nodes has ended: {self.lost}")
+        line = f"the group of {self.count} nodes has ended: {self.lost}"
+        self.state.record_failure(line, lost=True)
         end_children()
         os._exit(EXIT_LOST)
 
