@@ -39,6 +39,12 @@ RUN --mount=type=cache,target=/root/.cache/pip \
       ${TORCH_INDEX:+--index-url "${TORCH_INDEX}"} "torch==${TORCH_VERSION}" || { \
       echo "no torch ${TORCH_VERSION} found; pass --build-context wheels=DIR or --build-arg TORCH_INDEX=URL" >&2; \
       exit 1; }
+# 1: Ray too, for recipes with distributed-executor-backend ray.
+ARG RAY=
+COPY requirements-ray.lock /tmp/
+RUN --mount=type=cache,target=/root/.cache/pip \
+    [ -z "${RAY}" ] || pip install --no-deps --require-hashes --only-binary :all: \
+      -r /tmp/requirements-ray.lock
 RUN --mount=type=bind,source=tools/name_vllm.py,target=/tmp/name_vllm.py \
     python /tmp/name_vllm.py
 
@@ -87,6 +93,11 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     [ -n "${TORCH_CUDA_ARCH_LIST}" ] || unset TORCH_CUDA_ARCH_LIST; \
     [ -n "${MAX_JOBS}" ] || unset MAX_JOBS; \
     pip install --no-deps --require-hashes "$@" -r /tmp/requirements-cuda.lock
+ARG RAY=
+COPY requirements-ray.lock /tmp/
+RUN --mount=type=cache,target=/root/.cache/pip \
+    [ -z "${RAY}" ] || pip install --no-deps --require-hashes --only-binary :all: \
+      -r /tmp/requirements-ray.lock
 
 RUN groupadd --gid 10001 overlay; \
     useradd --uid 10001 --gid 10001 --no-create-home --home-dir /var/lib/vllm-overlay \

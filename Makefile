@@ -57,6 +57,8 @@ UV_COMPILE = UV_NATIVE_TLS=1 UV_CUSTOM_COMPILE_COMMAND='make lock' "$(LOCK_ENV)/
 	pip compile --quiet --python-version 3.11 --generate-hashes --no-annotate --only-binary :all:
 COMPILE = printf "%s; sys_platform == 'never'\n" $(NOT_LOCKED) | $(UV_COMPILE) --overrides -
 KERNELS = triton==3.8.0 torchvision==0.28.0
+# Of what Ray needs, the locks of the images hold the rest.
+RAY = 'ray==2.60.0' 'msgpack<2'
 
 lock: ## resolve the lock files anew (ARGS=--upgrade: to the newest releases)
 	test -x "$(LOCK_ENV)/bin/uv" || { $(PYTHON) -m venv "$(LOCK_ENV)" \
@@ -65,6 +67,7 @@ lock: ## resolve the lock files anew (ARGS=--upgrade: to the newest releases)
 	$(COMPILE) $(ARGS) --extra cpu --extra smoke --extra build \
 	  -c requirements-dev.lock pyproject.toml -o requirements-cpu.lock
 	printf "%s\n" $(KERNELS) | $(UV_COMPILE) --no-deps - -o requirements-kernels.lock
+	printf "%s\n" $(RAY) | $(UV_COMPILE) --no-deps - -o requirements-ray.lock
 
 clean: ## remove every environment but this checkout's current one
 	env=$$($(PYTHON) tools/env.py) && cd "$$(dirname "$$env")" && for old in cpu-* uv-*; do \

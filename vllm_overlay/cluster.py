@@ -59,6 +59,8 @@ def every_row(plan: Path, run: Mapping[str, Any]) -> list[dict[str, Any]]:
     A node that has said nothing yet, or not for a while, has one row that says so.
     """
     node = run["node"]
+    if not node["nnodes"]:
+        return ray_rows(plan)
     rows = own_rows(plan, run)
     told, age = _told(plan / "cluster" / f"{run['pid']}-{run['start']}.json")
     for other in range(1, node["count"]):
@@ -68,6 +70,25 @@ def every_row(plan: Path, run: Mapping[str, Any]) -> list[dict[str, Any]]:
             absent = dict.fromkeys(("host", "address", *SHOWN))
             theirs = [{**absent, "node": other, "role": "node", "state": state, "fixes": {}}]
         rows += theirs
+    return rows
+
+
+def ray_rows(plan: Path) -> list[dict[str, Any]]:
+    """Return this machine's rows, and Ray's actors elsewhere as they were when they joined.
+
+    Ray itself watches its actors; where one ends, the server does.
+    """
+    host = os.uname().nodename
+    where = {"node": 0, "host": host, "address": ""}
+    rows = [{**where, **row} for row in node_rows(plan)]
+    here = {row["pid"] for row in rows}
+    roster = [item for receipt in read(plan) if receipt.pid in here for item in receipt.roster]
+    for item in roster:
+        name = item["host"].partition(" ")[0]
+        if name != host or item["pid"] not in here:
+            facts = {"role": "worker", "rank": str(item["rank"]), "plan": plan.name}
+            kept = {key: item[key] for key in ("node", "address", "pid", "fixes")}
+            rows.append({**kept, **facts, "host": name, "state": "running"})
     return rows
 
 

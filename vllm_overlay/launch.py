@@ -25,6 +25,7 @@ from vllm_overlay.inuse import hold
 from vllm_overlay.nodes import Seat
 from vllm_overlay.plan import Plan, fill_store, write_file, write_plan
 from vllm_overlay.processes import alive
+from vllm_overlay.raylaunch import check_ray, ray_driver, ray_worker, raylet_environment
 from vllm_overlay.receipts import NAME, of_this_host
 from vllm_overlay.recipe_format import CACHE_VARIABLES
 from vllm_overlay.resolve import Resolution
@@ -59,6 +60,9 @@ def prepare(
     raise_all([*resolution.errors, *refusals(checks)])
     own = seat.arguments(plan.serve) if seat else []
     command = (sys.executable, vllm_script(), "serve", *resolution.argv, *own)
+    with_ray = uses_ray(plan.serve)
+    if with_ray:
+        check_ray()
     hold(home, while_serving=False)
     hold(plan.folder(home), while_serving=True)
     fill_store(resolution.modules, home)
@@ -68,6 +72,11 @@ def prepare(
         _make_folder(Path(plan.env[name]))
     _prove_activation(environment)
     _clean(plan.folder(home))
+    if with_ray and seat and seat.rank:
+        command = ray_worker(seat)
+        environment = raylet_environment(environ, seat)
+    elif with_ray:
+        environment |= ray_driver(plan, environment, seat)
     _write_run(plan, home, environment, seat)
     return Launch(command, environment, tuple(c.line() for c in checks if c.state == WARN))
 

@@ -24,6 +24,7 @@ from vllm_overlay.plan import Plan
 
 RANK, HEAD = "NODE_RANK", "HEAD_ADDR"
 DEFAULT_PORT = 29501  # vLLM's own master-port
+RAY_PORT = 6379  # Ray's own
 PROGRESS_SECONDS = 10.0
 POLL_SECONDS = 0.5
 SIZES = (
@@ -183,7 +184,8 @@ def head_of(environ: Mapping[str, str], serve: Mapping[str, Any]) -> tuple[str, 
     match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\s:\[\]/]+))(?::(\d{1,5}))?", text)
     if text.count(":") > 1 and not match:
         match = re.fullmatch(r"([0-9A-Fa-f:.]+)()()", text)
-    port = int(match[3]) if match and match[3] else int(serve.get("master-port", DEFAULT_PORT))
+    default = RAY_PORT if uses_ray(serve) else serve.get("master-port", DEFAULT_PORT)
+    port = int(match[3] if match and match[3] else default)
     if match is None or not 1 <= port <= 65535:
         raise ConfigError(
             f"{HEAD} is no address" if text else f"{HEAD} is not set",

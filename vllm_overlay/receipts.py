@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ class Receipt:
     updated: str = ""
     fixes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # fix -> module -> state
     waiting: str | None = None  # of a rank of several nodes: for whom
+    roster: Sequence[Mapping[str, Any]] = ()  # of rank 0: who has joined
     problem: str | None = None
 
     def state(self, fix: str) -> str:
@@ -142,4 +143,5 @@ def _parse(record: dict[str, Any]) -> Receipt:
         updated=str(record["updated"]),
         fixes={str(fix["name"]): dict(fix["modules"]) for fix in record["fixes"]},
         waiting=(record.get("group") or {}).get("waiting"),
+        roster=(record.get("group") or {}).get("roster", ()),
     )

@@ -22,7 +22,7 @@ from vllm_overlay.folders import Folders
 from vllm_overlay.hidden import secrets_in
 from vllm_overlay.host import gpu_architecture
 from vllm_overlay.model import find_model
-from vllm_overlay.nodes import check_sizes
+from vllm_overlay.nodes import check_sizes, uses_ray
 from vllm_overlay.parsertable import parser_table
 from vllm_overlay.patched import Modules, plan_modules
 from vllm_overlay.plan import Plan, PlannedFix
@@ -84,7 +84,7 @@ def resolve(request: Request) -> Resolution:
     started = {**request.environ, **environment}
     serve, overrides, argv = _serve(recipe, request, tree, model, started, errors)
     notes = _check_needs(applied, model, serve, started, errors)
-    several = recipe.nodes.count > 1
+    several = recipe.nodes.count > 1 or uses_ray(serve)
     sizes = recipe.places.at("nodes", "count")
     errors += check_sizes(recipe.nodes.count, recipe.nodes.per_node.gpus, serve, sizes)
     errors += [error for item in judged for error in _verdict_errors(item)]

@@ -17,6 +17,11 @@ PLAN_VARIABLE = "VLLM_OVERLAY_PLAN"
 _started: str | None = None
 
 
+def active() -> bool:
+    """Whether a plan is applied in this process."""
+    return _started is not None
+
+
 def start() -> None:
     """Read the plan named in the environment and put its finder first on ``sys.meta_path``.
 

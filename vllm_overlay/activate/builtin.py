@@ -62,10 +62,19 @@ def compare_nodes(module: ModuleType, state: State) -> None:
         guard(module, state)
 
 
+def mark_actors(module: ModuleType, state: State) -> None:
+    """Let no Ray actor work without the plan."""
+    from vllm_overlay.activate.rayactor import mark
+
+    mark(module)
+
+
 BUILTIN: dict[str, Callable[[ModuleType, State], None]] = {
     "vllm": leave_alone,
     "vllm.envs": register_variables,
     "vllm.distributed.parallel_state": compare_nodes,
+    "vllm.v1.executor.ray_executor_v2": mark_actors,
+    "vllm.v1.executor.ray_utils": mark_actors,
     "setproctitle": follow_titles,
 }
 

@@ -33,7 +33,7 @@ from vllm_overlay.activate.meeting import (
     refused_key,
     said_key,
 )
-from vllm_overlay.activate.receipt import process_key
+from vllm_overlay.activate.receipt import fix_states, process_key
 from vllm_overlay.activate.state import State
 from vllm_overlay.activate.statement import differences, facts, run_record, told
 
@@ -88,15 +88,16 @@ def meet(args: tuple[Any, ...], kwargs: Mapping[str, Any], state: State) -> dict
     mine = statement(state, rank, world)
     state.told = True  # from here on the head knows of whatever a rank is refused for
     progress = Progress(lambda line: state.join({"waiting": line}))
+    group: dict[str, Any] = {"rank": rank, "world": world, "host": url.hostname, "port": url.port}
     if rank == 0:
         store = open_store(url.hostname, url.port, world, master=True)
-        start = lead(store, mine, world, state.plan["nodes"]["count"], url.port, progress)
+        start, group["roster"] = lead(
+            store, mine, world, state.plan["nodes"]["count"], url.port, progress
+        )
     else:
         store, start = follow(url.hostname, url.port, mine, world, progress)
     store.set_timeout(timeout)
-    state.join(
-        {"start": start, "rank": rank, "world": world, "host": url.hostname, "port": url.port}
-    )
+    state.join({**group, "start": start})
     prefixed = sys.modules["torch.distributed"].PrefixStore("default_pg", store)
     return {**kwargs, "init_method": None, "store": prefixed}
 
@@ -115,6 +116,7 @@ def statement(state: State, rank: int, world: int) -> dict[str, Any]:
         "address": address,
         "who": f"{host} {pid}-{start}",
         "pid": pid,
+        "fixes": {fix["name"]: fix["state"] for fix in fix_states(state.plan, state.applied)},
         "facts": facts(state.plan, environ),
     }
 

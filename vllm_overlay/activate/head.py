@@ -31,8 +31,8 @@ from vllm_overlay.activate.statement import UNSET, differences, told
 
 def lead(
     store: Any, mine: Mapping[str, Any], world: int, nodes: int, port: int, progress: Progress
-) -> str:
-    """Wait for every rank, compare each, and let them start; return the id of this start.
+) -> tuple[str, list[dict[str, Any]]]:
+    """Wait for every rank, compare each, and let them start; return this start's id and roster.
 
     Names who is missing every ten seconds, for as long as it takes. The first rank that differs
     ends the group.
@@ -45,8 +45,9 @@ def lead(
             progress.say(head.missing())
         progress.wait()
     start = uuid.uuid4().hex
-    store.set(GO, json.dumps({"start": start, "roster": head.roster()}))
-    return start
+    roster = head.roster()
+    store.set(GO, json.dumps({"start": start, "roster": roster}))
+    return start, roster
 
 
 class Head:
@@ -135,7 +136,7 @@ class Head:
 
     def roster(self) -> list[dict[str, Any]]:
         """Return who belongs to the group, by rank."""
-        keys = ("rank", "node", "host", "address", "who", "pid")
+        keys = ("rank", "node", "host", "address", "who", "pid", "fixes")
         return [{key: self.ranks[rank][key] for key in keys} for rank in sorted(self.ranks)]
 
 

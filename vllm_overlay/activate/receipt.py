@@ -90,6 +90,24 @@ def write_atomic(path: str, record: Mapping[str, Any]) -> None:
         raise
 
 
+def fix_states(
+    plan: Mapping[str, Any], applied: Collection[tuple[str, str]]
+) -> list[dict[str, Any]]:
+    """Return each fix of the plan with the state of its modules in this process."""
+    fixes = []
+    for fix in plan["fixes"]:
+        if fix["verdict"] != "apply":
+            continue
+        names = sorted({target["module"] for target in fix["targets"]})
+        modules = {
+            name: "applied" if (fix["name"], name) in applied else "waiting" for name in names
+        }
+        # A module that waits was not imported here: one that cannot be applied ends the process.
+        state = "applied" if "applied" in modules.values() else "waiting"
+        fixes.append({"name": fix["name"], "state": state, "modules": modules})
+    return fixes
+
+
 def write_receipt(
     folder: str,
     plan: Mapping[str, Any],
@@ -102,17 +120,6 @@ def write_receipt(
     """
     pid, start = process_key()
     title = process_title()
-    fixes = []
-    for fix in plan["fixes"]:
-        if fix["verdict"] != "apply":
-            continue
-        names = sorted({target["module"] for target in fix["targets"]})
-        modules = {
-            name: "applied" if (fix["name"], name) in applied else "waiting" for name in names
-        }
-        # A module that waits was not imported here: one that cannot be applied ends the process.
-        state = "applied" if "applied" in modules.values() else "waiting"
-        fixes.append({"name": fix["name"], "state": state, "modules": modules})
     record = {
         "schema": 1,
         "host": os.uname().nodename,
@@ -126,7 +133,7 @@ def write_receipt(
         "vllm": {"version": plan["vllm"]["version"], "path": plan["vllm"]["path"]},
         "plan": plan["digest"],
         "environment": environment_digest(os.environ),
-        "fixes": fixes,
+        "fixes": fix_states(plan, applied),
         "group": group,
         "updated": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
