@@ -64,7 +64,8 @@ def main() -> None:
     from vllm_overlay.activate.gate import tell
 
     word = json.load(sys.stdin)
-    os.environ.pop("VLLM_OVERLAY_PLAN", None)
+    if "host" not in word:
+        word["host"], word["port"] = head_of(os.environ, {})
     sys.exit(0 if tell(**word) else 1)
 
 

@@ -131,6 +131,17 @@ def test_a_node_that_cannot_come_lets_the_head_know(
     assert f"rank 1 on {HOST} differs from the head on {HOST} {says}" in head.said
 
 
+def test_a_plan_that_is_missing_on_a_node_ends_it_and_the_head(two: Ranks) -> None:
+    head = two.start(0)
+    head.says("waiting for rank 1")
+    place = {"NODE_RANK": "1", "HEAD_ADDR": f"127.0.0.1:{two.port}"}
+    env = {**os.environ, **place, "VLLM_OVERLAY_PLAN": "/nowhere/plan.json"}
+    assert subprocess.run([sys.executable, "-c", ""], env=env, check=False).returncode == 78
+    assert head.ends() == 78
+    assert f"rank 1 on {HOST} differs from the head on {HOST} in its overlay: refused" in head.said
+    assert "the plan /nowhere/plan.json cannot be read" in head.said
+
+
 def test_two_nodes_of_one_rank_are_refused(tmp_path: Path) -> None:
     with ranks(tmp_path, 3, nodes={"count": 3}) as three:
         head, first = three.start(0), three.start(1)

@@ -52,6 +52,10 @@ def start() -> None:
     from vllm_overlay.activate.planfile import read_plan
     from vllm_overlay.activate.state import State
 
+    if not os.access(path, os.R_OK):
+        from vllm_overlay.activate.family import tell_by_environment
+
+        failure.on_failure.append(tell_by_environment)
     state = State(path, read_plan(path))
     failure.on_failure.append(state.record_failure)
     os.register_at_fork(after_in_child=state.after_fork)

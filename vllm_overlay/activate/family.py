@@ -43,6 +43,8 @@ def lead(state: State) -> None:
                 sys.stderr.flush()
             finally:
                 os._exit(failure.EXIT_CONFIG)
+        if not os.access(f"{state.folder}/plan.json", os.R_OK):
+            os._exit(failure.EXIT_CONFIG)  # who missed it could not record that it was refused
         if watch is not None:
             watch.leave()
 
@@ -87,14 +89,25 @@ def tell_head(folder: str, failures: list[dict[str, Any]]) -> None:
     untold = [item["line"] for item in failures if not item.get("told", True)]
     if not untold or not node or not node["rank"]:
         return
+    word = {"host": node["head"], "port": node["port"], "node": node["rank"]}
+    _send({**word, "line": untold[0]})
+
+
+def tell_by_environment(line: str) -> None:
+    """Leave word with the head where there is no plan beside which a node's place would be."""
+    rank = os.environ.get("NODE_RANK", "")
+    if rank.isdecimal() and int(rank) and os.environ.get("HEAD_ADDR"):
+        _send({"node": int(rank), "line": line})
+
+
+def _send(word: dict[str, Any]) -> None:
     import json
     import subprocess
 
-    word = {"host": node["head"], "port": node["port"], "node": node["rank"]}
-    word |= {"line": untold[0], "facts": {}, "patience": PATIENCE}
+    data = json.dumps({"facts": {}, "patience": PATIENCE, **word}).encode()
     environ = {name: value for name, value in os.environ.items() if name != "VLLM_OVERLAY_PLAN"}
     command = [sys.executable, "-m", "vllm_overlay.tell"]
-    subprocess.run(command, input=json.dumps(word).encode(), env=environ, check=False)
+    subprocess.run(command, input=data, env=environ, check=False)
 
 
 def end_children() -> None:
