@@ -94,6 +94,14 @@ def test_a_dead_head_ends_the_workers(two: Ranks) -> None:
     assert "the group has ended" in worker.said
 
 
+def test_a_head_that_dies_as_the_group_forms_ends_the_workers(two: Ranks) -> None:
+    """Before the node's main process has reached the store."""
+    head, worker = two.serve(0), two.serve(1)
+    worker.says("added up 2")
+    os.killpg(head.process.pid, signal.SIGKILL)
+    assert worker.ends() == 1
+
+
 def test_workers_follow_a_head_that_is_stopped(two: Ranks) -> None:
     head, worker = started(two)
     os.kill(head.process.pid, signal.SIGTERM)
@@ -111,7 +119,7 @@ def test_a_worker_that_is_stopped_ends_the_group(two: Ranks) -> None:
 
 def test_up_and_down_leaves_nothing(two: Ranks) -> None:
     before = {*Path("/dev/shm").iterdir()}
-    for _ in range(10):
+    for _ in range(4):
         head, worker = started(two)
         children = [child(head), child(worker)]
         os.kill(head.process.pid, signal.SIGTERM)

@@ -21,7 +21,7 @@ PER_NODE = (
     "NCCL_IB_HCA",
     "UCX_NET_DEVICES",
 )
-PATIENCE = 600.0  # seconds in which a head must show itself to be told: nodes start in any order
+PATIENCE = 180.0  # seconds in which a head must show itself to be told: nodes start in any order
 UNSET = "unset"
 SHOWN = 80  # characters of a value in a message
 LOGIN = re.compile(r"(?<=//)[^/\s@]+(?=@)")

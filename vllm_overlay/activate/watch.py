@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -59,6 +60,8 @@ class Watch:
             os._exit(EXIT_LOST)
         if self.joined.is_set() and not self.stopping.is_set():
             self._goodbye(DIED)
+            sys.stdout.flush()
+            sys.stderr.flush()
             os._exit(EXIT_LOST)
 
     def _talk(self) -> None:
@@ -66,6 +69,8 @@ class Watch:
             group = self._wait_for_group()
             import torch.distributed  # noqa: F401
 
+            if not reachable(group["host"], group["port"]):
+                raise RuntimeError("the head went as soon as the group was whole")
             self._store = open_store(group["host"], group["port"], group["world"], master=False)
             self.heard = time.monotonic()
             self.joined.set()
@@ -78,7 +83,8 @@ class Watch:
                 self.heard = time.monotonic()
                 beat += 1
         except Exception as error:  # torch's RuntimeError for a connection that ended, above all
-            self.lost = str(error).splitlines()[0][:100] or repr(error)
+            self.lost = _first_line(error)
+            self.joined.set()
 
     def _listen(self) -> None:
         """Wait for the head's word that it stops: if it comes, it comes before the store goes."""
@@ -86,7 +92,7 @@ class Watch:
             self._store.clone().wait([_key(STOPPED, 0)], timedelta(days=3650))
             self.head_stops = True
         except RuntimeError as error:
-            self.lost = self.lost or str(error).splitlines()[0][:100]
+            self.lost = self.lost or _first_line(error)
 
     def stop(self) -> None:
         """Note that this node was asked to end, and let the others know before it does."""
@@ -112,28 +118,47 @@ class Watch:
     def _beat(self, beat: int, group: Mapping[str, Any]) -> None:
         store = self._store
         store.add(f"{PREFIX}pulse/{self.rank}", 1)
-        if beat % ROWS == 0:
-            from pathlib import Path
-
-            from vllm_overlay.cluster import own_rows
-
-            run = {"pid": os.getpid(), "node": self.node}
-            rows = own_rows(Path(self.state.folder), run)
-            store.set(f"{PREFIX}rows/{self.rank}", json.dumps(rows))
+        news = beat % ROWS == 0
+        if news:
+            store.set(f"{PREFIX}rows/{self.rank}", json.dumps(self._own_rows()))
         if self.rank:
             return
         for node in range(1, self.count):
-            self._look_at(node)
-        pid, start = process_key()
-        record = {"schema": 1, "start": group["start"], "at": time.time(), "nodes": self.others}
-        write_atomic(f"{self.state.folder}/cluster/{pid}-{start}.json", record)
+            news = self._look_at(node) or news
+        if news:
+            self._write(group["start"])
 
-    def _look_at(self, node: int) -> None:
-        """Read what another node has left; a node that has ended, or is silent, is lost."""
+    def _own_rows(self) -> list[dict[str, Any]]:
+        from pathlib import Path
+
+        from vllm_overlay.cluster import own_rows
+        from vllm_overlay.errors import ConfigError
+
+        run = {"pid": os.getpid(), "node": self.node}
+        try:
+            return own_rows(Path(self.state.folder), run)
+        except (OSError, ConfigError):
+            return []  # which the head shows as missing; the group goes on
+
+    def _write(self, start: str) -> None:
+        """Write what the head knows of the other nodes, for `status` and `health`."""
+        own = "-".join(map(str, process_key()))
+        record = {"schema": 1, "start": start, "at": time.time(), "nodes": self.others}
+        try:
+            write_atomic(f"{self.state.folder}/cluster/{own}.json", record)
+        except OSError:
+            pass  # what is there grows old, and `health` says so
+
+    def _look_at(self, node: int) -> bool:
+        """Read what another node has left, and return whether its rows are new.
+
+        A node that has ended, or is silent, is lost.
+        """
         store, now = self._store, time.monotonic()
         pulse = int(store.add(f"{PREFIX}pulse/{node}", 0))
         if self.pulses.get(node, (-1, 0.0))[0] != pulse:
             self.pulses[node] = (pulse, now)
+        old = self.others.get(node)
         if store.check([f"{PREFIX}rows/{node}"]):
             self.others[node] = json.loads(store.get(f"{PREFIX}rows/{node}"))
         if store.check([_key(STOPPED, node)]):
@@ -142,9 +167,12 @@ class Watch:
             self.lost = f"node {node} has died"
         elif now - self.pulses[node][1] > SILENCE:
             self.lost = f"node {node} has been silent for {SILENCE:g} s"
+        return bool(self.others.get(node) != old)
 
     def _goodbye(self, how: str) -> None:
         """Leave word of this node's end, and wait until it is there: the store may go with us."""
+        if self._store is None:
+            return
         try:
             self._store.set(_key(how, self.rank), "")
             self._store.get(_key(how, self.rank))
@@ -183,6 +211,10 @@ class Watch:
             time.sleep(BEAT / 2)
         end_children()
         os._exit(status)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or repr(error)).splitlines()[0][:100]
 
 
 def _key(how: str, node: int) -> str:
