@@ -20,6 +20,7 @@ from vllm_overlay.errors import (
     ConfigError,
     ConfigErrors,
     one_line,
+    raise_all,
 )
 from vllm_overlay.folders import find_folders, home_folder
 
@@ -92,6 +93,8 @@ def serve(
     resolution = None
     try:
         resolution = _resolve(recipe, variant, extra)
+        if resolution.plan.nodes:  # whose place may take its time
+            raise_all(resolution.errors)
         seat = find_seat(resolution.plan, os.environ)
         launch = prepare(resolution, find_folders(os.environ).home, os.environ, seat)
     except (ConfigError, ConfigErrors) as refusal:

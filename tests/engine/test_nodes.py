@@ -81,6 +81,14 @@ def test_serve_asks_for_the_nodes_place(home: Path, recipe: Path) -> None:
     assert not list(home.glob("plans/*")), "a refused launch left a plan"
 
 
+def test_a_refused_recipe_does_not_wait_for_the_head(home: Path, recipe: Path) -> None:
+    env = {"NODE_RANK": "0", "HEAD_ADDR": "nowhere.invalid"}
+    done = cli("serve", str(recipe), "--", "-pp", "3", home=home, env=env)
+    assert done.returncode == 78
+    assert "3 ranks cannot be spread evenly" in done.stderr
+    assert "waiting" not in done.stderr
+
+
 def test_a_node_that_is_refused_before_its_start_ends_the_head_too(
     home: Path, tmp_path: Path
 ) -> None:
