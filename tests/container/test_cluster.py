@@ -90,9 +90,16 @@ def log(box: Node) -> str:
     return done.stdout + done.stderr
 
 
+def says(box: Node, text: str) -> None:
+    def looks() -> bool:
+        assert status(box).startswith(("running", "restarting", "created")), log(box)[-3000:]
+        return text in log(box)
+
+    wait_for(looks, f"{text!r} from {box.env['NODE_RANK']}", STARTED)
+
+
 def serves(head: Node) -> None:
-    wait_for(lambda: head.inspect("{{.State.Health.Status}}") == "healthy", log(head)[-2000:],
-             STARTED)  # fmt: skip
+    wait_for(lambda: head.inspect("{{.State.Health.Status}}") == "healthy", "health", STARTED)
 
 
 def test_three_nodes_serve_in_any_order_with_the_fixes_in_every_process(
@@ -100,9 +107,9 @@ def test_three_nodes_serve_in_any_order_with_the_fixes_in_every_process(
 ) -> None:
     head, first, last = three
     start(last)
-    wait_for(lambda: "waiting for the head: HEAD_ADDR box-0 is not known" in log(last), "a line")
+    says(last, "waiting for the head: HEAD_ADDR box-0 is not known")
     start(head)
-    wait_for(lambda: "waiting for rank 1 (node 1) of 3" in log(head), log(head)[-2000:], STARTED)
+    says(head, "waiting for rank 1 (node 1) of 3")
     assert "rank 2 on box-2" in log(head)
     start(first)
     serves(head)

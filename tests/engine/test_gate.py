@@ -165,7 +165,7 @@ def test_a_rank_that_died_while_it_waited_may_come_again(tmp_path: Path) -> None
 
 
 def test_no_rank_joins_a_dying_group(two: Ranks) -> None:
-    """A restarted worker meets the old head: it waits for the new one, whatever the old one runs."""
+    """A restarted worker meets the old head: it waits for the new one, whatever that one runs."""
     head, first = two.start(0, environ={"STAY": "1"}), two.start(1, environ={"STAY": "1"})
     first.says("added up 2")
     head.says("added up 2")
