@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -119,9 +120,14 @@ def doctor(
 ) -> int:
     """Check this machine, for a recipe if one is named; `serve` does the same before it starts."""
     from vllm_overlay import doctor as checks
+    from vllm_overlay.nodes import seen_here
+
+    def ask() -> Resolution:
+        found = _resolve(str(recipe), variant, extra)
+        return replace(found, plan=seen_here(found.plan, os.environ))
 
     found = checks.examine_recipe(
-        (lambda: _resolve(recipe, variant, extra)) if recipe else None,
+        ask if recipe else None,
         home_folder(os.environ),
         os.environ,
     )

@@ -22,7 +22,7 @@ from vllm_overlay.doctor.network import port_of
 from vllm_overlay.errors import ConfigError, raise_all
 from vllm_overlay.folders import FOLDER_VARIABLES
 from vllm_overlay.inuse import hold
-from vllm_overlay.nodes import Seat
+from vllm_overlay.nodes import Seat, seen_by, uses_ray
 from vllm_overlay.plan import Plan, fill_store, write_file, write_plan
 from vllm_overlay.processes import alive
 from vllm_overlay.raylaunch import check_ray, ray_driver, ray_worker, raylet_environment
@@ -56,7 +56,8 @@ def prepare(
     be known by then.
     """
     plan = resolution.plan
-    checks = examine(seen_by(resolution, seat), home, {**environ, **own_variables(seat)})
+    seen = replace(resolution, plan=seen_by(plan, seat))
+    checks = examine(seen, home, environ)
     raise_all([*resolution.errors, *refusals(checks)])
     own = seat.arguments(plan.serve) if seat else []
     command = (sys.executable, vllm_script(), "serve", *resolution.argv, *own)
@@ -93,19 +94,8 @@ def child_environment(
 ) -> dict[str, str]:
     """Return vLLM's environment: the caller's, the plan's on top, this node's, the plan's path."""
     kept = {name: value for name, value in environ.items() if name not in FOLDER_VARIABLES}
-    return {**kept, **plan.env, **own_variables(seat), PLAN_VARIABLE: str(plan_path)}
-
-
-def seen_by(resolution: Resolution, seat: Seat | None) -> Resolution:
-    """Return what the checks look at: the plan as this node serves it."""
-    plan = resolution.plan
-    flags = seat.flags(plan.serve) if seat else {}
-    return replace(resolution, plan=replace(plan, serve={**plan.serve, **flags}))
-
-
-def own_variables(seat: Seat | None) -> Mapping[str, str]:
-    """Return the variables that are of this node alone."""
-    return seat.environment if seat else {}
+    own = seat.environment if seat else {}
+    return {**kept, **plan.env, **own, PLAN_VARIABLE: str(plan_path)}
 
 
 def vllm_script() -> str:

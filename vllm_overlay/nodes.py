@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from typing import Any
 
@@ -87,6 +87,21 @@ class Seat:
             "address": self.address,
             "interface": self.interface,
         }
+
+
+def seen_by(plan: Plan, seat: Seat | None) -> Plan:
+    """Return the plan as this node serves it, for the checks before a start."""
+    if not plan.nodes:
+        return plan
+    flags = seat.flags(plan.serve) if seat else {"nnodes": plan.nodes["count"]}
+    own = seat.environment if seat else {}
+    return replace(plan, serve={**plan.serve, **flags}, env={**plan.env, **own})
+
+
+def seen_here(plan: Plan, environ: Mapping[str, str]) -> Plan:
+    """Return the plan as the node would serve it that the environment names, if it names one."""
+    named = RANK in environ and HEAD in environ
+    return seen_by(plan, find_seat(plan, environ) if named else None)
 
 
 def uses_ray(serve: Mapping[str, Any]) -> bool:

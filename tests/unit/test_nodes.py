@@ -16,7 +16,7 @@ from tests.support.recipes import HEAD, load, refusals, write
 from vllm_overlay import buildid, nodes
 from vllm_overlay.errors import ConfigError
 from vllm_overlay.launch import child_environment
-from vllm_overlay.nodes import Seat, check_sizes, find_seat
+from vllm_overlay.nodes import Seat, check_sizes, find_seat, seen_by, seen_here
 from vllm_overlay.plan import Plan
 from vllm_overlay.recipe import Nodes, Requires
 from vllm_overlay.yamlio import Place
@@ -208,6 +208,19 @@ def test_vllms_flags_follow_from_the_seat() -> None:
         "--api-server-count=0",
     ]  # fmt: skip
     assert worker.arguments({"distributed-executor-backend": "ray"}) == []
+
+
+def test_the_checks_before_a_start_see_the_plan_as_the_node_serves_it() -> None:
+    worker = Seat(1, 2, "h", 9, "10.0.0.2", "eth0", {"GLOO_SOCKET_IFNAME": "eth0"}, ())
+    plan = plan_of(port=8000)
+    seen = seen_by(plan, worker)
+    assert seen.serve == {"port": 8000, **worker.flags(plan.serve)} and seen.serve["headless"]
+    assert seen.env["GLOO_SOCKET_IFNAME"] == "eth0"
+    assert seen_here(plan, {}).serve == {"port": 8000, "nnodes": 2}
+    assert seen_here(plan_of(1), {"NODE_RANK": "0", "HEAD_ADDR": "h"}) == plan_of(1)
+    _, address = own_address()
+    here = seen_here(plan, {"NODE_RANK": "0", "HEAD_ADDR": address})
+    assert here.serve["master-addr"] == address and "headless" not in here.serve
 
 
 # The build
