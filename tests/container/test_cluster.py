@@ -108,10 +108,8 @@ def test_three_nodes_serve_in_any_order_with_the_fixes_in_every_process(
     head, first, last = three
     start(last)
     says(last, "waiting for the head: HEAD_ADDR box-0 is not known")
-    start(head)
-    says(head, "waiting for rank 1 (node 1) of 3")
-    assert "2 on box-2" in log(head)
     start(first)
+    start(head)
     serves(head)
     smoke = head.exec("vllm-overlay", "smoke", check=False)
     assert smoke.returncode == 0, smoke.stdout
