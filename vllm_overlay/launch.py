@@ -58,12 +58,11 @@ def prepare(
     plan = resolution.plan
     seen = replace(resolution, plan=seen_by(plan, seat))
     checks = examine(seen, home, environ)
-    raise_all([*resolution.errors, *refusals(checks)])
+    with_ray = uses_ray(plan.serve)
+    missing = check_ray() if with_ray else []
+    raise_all([*resolution.errors, *missing, *refusals(checks)])
     own = seat.arguments(plan.serve) if seat else []
     command = (sys.executable, vllm_script(), "serve", *resolution.argv, *own)
-    with_ray = uses_ray(plan.serve)
-    if with_ray:
-        check_ray()
     hold(home, while_serving=False)
     hold(plan.folder(home), while_serving=True)
     fill_store(resolution.modules, home)

@@ -21,14 +21,17 @@ ADDRESS = "RAY_ADDRESS"
 QUIET = ("--disable-usage-stats",)
 
 
-def check_ray() -> None:
-    """Raise ConfigError where Ray is not installed."""
-    if importlib.util.find_spec("ray") is None:
-        raise ConfigError(
+def check_ray() -> list[ConfigError]:
+    """Return why vLLM cannot use Ray here, if it cannot."""
+    if importlib.util.find_spec("ray") is not None:
+        return []
+    return [
+        ConfigError(
             "the recipe's distributed-executor-backend is ray, and Ray is not installed",
             expected="the pinned Ray of this package's extra 'ray'",
             remedy="build the image with --build-arg RAY=1, or install vllm-overlay[ray]",
         )
+    ]
 
 
 def job_config(plan: Plan, plan_path: Path) -> dict[str, object]:

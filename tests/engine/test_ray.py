@@ -39,7 +39,8 @@ print(ray._private.worker._global_node.get_session_dir_path())
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_fixes_plan(FIXES, tmp_path_factory.mktemp("home"))
+    home = tmp_path_factory.mktemp("home")
+    return write_fixes_plan(FIXES, home, names={"truncate-to-fit"})
 
 
 @pytest.fixture(scope="module")
