@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,7 +20,6 @@ from vllm_overlay.errors import (
     ConfigError,
     ConfigErrors,
     one_line,
-    raise_all,
 )
 from vllm_overlay.folders import find_folders, home_folder
 
@@ -87,19 +85,20 @@ def serve(
     as_json: AsJson = False,
 ) -> int:
     """Resolve a recipe, write its plan, show it, and become `vllm serve`."""
-    from vllm_overlay.launch import become, prepare
-    from vllm_overlay.nodes import find_seat
+    from vllm_overlay.launch import become, place, prepare
     from vllm_overlay.show import plan_table
+    from vllm_overlay.tell import tell_head
 
     resolution = None
     try:
         resolution = _resolve(recipe, variant, extra)
-        if resolution.plan.nodes:  # whose place may take its time
-            raise_all(resolution.errors)
-        seat = find_seat(resolution.plan, os.environ)
+        seat = place(resolution, os.environ)
         launch = prepare(resolution, find_folders(os.environ).home, os.environ, seat)
     except (ConfigError, ConfigErrors) as refusal:
-        return _refused_node(refusal, resolution)
+        errors = refusal.errors if isinstance(refusal, ConfigErrors) else (refusal,)
+        status = _refused(errors, refusal.exit_code)
+        tell_head(errors, resolution, os.environ)
+        return status
     if as_json:
         print_json(resolution.plan.body())
     else:
@@ -120,14 +119,10 @@ def doctor(
 ) -> int:
     """Check this machine, for a recipe if one is named; `serve` does the same before it starts."""
     from vllm_overlay import doctor as checks
-    from vllm_overlay.nodes import seen_here
-
-    def ask() -> Resolution:
-        found = _resolve(str(recipe), variant, extra)
-        return replace(found, plan=seen_here(found.plan, os.environ))
+    from vllm_overlay.launch import here
 
     found = checks.examine_recipe(
-        ask if recipe else None,
+        (lambda: here(_resolve(str(recipe), variant, extra), os.environ)) if recipe else None,
         home_folder(os.environ),
         os.environ,
     )
@@ -405,16 +400,6 @@ def _refused(errors: Sequence[ConfigError], status: int) -> int:
     """Show what is refused before there is a result, to a program too if one asked."""
     report(errors)
     _json_errors([str(error) for error in errors])
-    return status
-
-
-def _refused_node(refusal: ConfigError | ConfigErrors, resolution: Resolution | None) -> int:
-    """Show why this machine does not serve, and let the other nodes know."""
-    from vllm_overlay.tell import tell_head
-
-    errors = refusal.errors if isinstance(refusal, ConfigErrors) else (refusal,)
-    status = _refused(errors, refusal.exit_code)
-    tell_head(errors, resolution, os.environ)
     return status
 
 

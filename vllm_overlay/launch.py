@@ -22,7 +22,7 @@ from vllm_overlay.doctor.network import port_of
 from vllm_overlay.errors import ConfigError, raise_all
 from vllm_overlay.folders import FOLDER_VARIABLES
 from vllm_overlay.inuse import hold
-from vllm_overlay.nodes import Seat, seen_by, uses_ray
+from vllm_overlay.nodes import Seat, find_seat, seen_by, seen_here, uses_ray
 from vllm_overlay.plan import Plan, fill_store, write_file, write_plan
 from vllm_overlay.processes import alive
 from vllm_overlay.raylaunch import check_ray, ray_driver, ray_worker, raylet_environment
@@ -43,6 +43,21 @@ class Launch:
     command: tuple[str, ...]
     environment: Mapping[str, str]
     warnings: tuple[str, ...]
+
+
+def place(resolution: Resolution, environ: Mapping[str, str]) -> Seat | None:
+    """Return which node of the plan this machine is; None for a plan of one.
+
+    May wait for the head's name, so that what forbids the launch is raised before: ConfigError(s).
+    """
+    if resolution.plan.nodes:
+        raise_all(resolution.errors)
+    return find_seat(resolution.plan, environ)
+
+
+def here(resolution: Resolution, environ: Mapping[str, str]) -> Resolution:
+    """Return what the checks look at: the plan as the node of this environment would serve it."""
+    return replace(resolution, plan=seen_here(resolution.plan, environ))
 
 
 def prepare(
