@@ -192,9 +192,10 @@ def test_fixes_that_cannot_be_toggled_are_refused(desk: Desk) -> None:
     assert "on and off are the same: the fix theirs is upstreamed" in str(refused(desk, "theirs"))
 
 
-def test_a_headless_node_and_long_requests_are_refused(desk: Desk) -> None:
+def test_several_nodes_and_long_requests_are_refused(desk: Desk) -> None:
     desk.fix("a", flag="VLLM_A")
-    assert "measure at the head node" in str(refused(desk, "a", serve={"headless": True}))
+    several = refused(desk, "a", serve={"tensor-parallel-size": 2}, nodes={"count": 2})
+    assert "several nodes" in str(several)
     request = desk.request(serve={"max-model-len": 64})
     both_sides(request, "a", 64)
     with pytest.raises(UsageError, match="do not fit"):

@@ -48,8 +48,11 @@ def both_sides(request: Request, name: str, tokens: int) -> tuple[Side, Side]:
             found="; ".join(verdict.reasons), expected="a fix that applies",
             remedy="measure it on a vLLM that needs it",
         )  # fmt: skip
-    if on.plan.serve.get("headless"):
-        raise UsageError("a headless node cannot be measured", remedy="measure at the head node")
+    if on.plan.nodes:
+        raise UsageError(
+            "a recipe of several nodes cannot be measured by starting and stopping one",
+            remedy="serve it, and run vllm bench serve against its head",
+        )
     context = on.plan.serve.get("max-model-len")
     if isinstance(context, int) and 0 < context < tokens:
         raise UsageError(
