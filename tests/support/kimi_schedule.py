@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.support.kimi_compare import Comparison, Graph, flush
 from tests.support.kimi_world import CONV, Row, Sizes, World, verify
-
-EPS = 2.0**-24  # half an ulp of float32, relative
 
 
 @dataclass
@@ -35,39 +34,17 @@ class Request:
         return self.computed < self.prompt
 
 
-class Graph:
-    """A CUDA graph of a world's verify. Its warm-up and its capture share their metadata."""
-
-    def __init__(self, world: World, metadata: Any, inputs: list[tuple[torch.Tensor, ...]]) -> None:
-        self.inputs = inputs
-        verify(world, metadata, inputs)
-        torch.cuda.synchronize()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.outputs = verify(world, metadata, inputs)
-
-    def __call__(self, inputs: list[tuple[torch.Tensor, ...]]) -> list[Any]:
-        for staged, given in zip(self.inputs, inputs, strict=True):
-            for target, (axis, source) in zip(
-                staged, zip((0, 1, 1), given, strict=True), strict=True
-            ):
-                target.copy_(source.narrow(axis, 0, target.shape[axis]))
-        self.graph.replay()
-        return [out.clone() for out in self.outputs]
-
-
 @dataclass
 class Schedule:
-    """``worlds[0]`` is the stock one. ``exact``: whether the others must equal it bit for bit."""
+    """``worlds[0]`` is the stock one; ``comparison`` says how close the others must be."""
 
     sizes: Sizes
     worlds: list[World]
-    exact: bool
+    comparison: Comparison
     seed: int
     live: dict[int, Request] = field(default_factory=dict)
     preempted: list[int] = field(default_factory=list)
     seen: Counter[str] = field(default_factory=Counter)
-    worst: float = 0.0  # the greatest error, as a part of what is allowed
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -76,7 +53,6 @@ class Schedule:
         self.free = list(range(self.sizes.blocks - 1, self.sizes.slots, -1))
         self.cached: dict[int, int] = {}  # block: tokens before its end
         self.names = iter(range(1 << 30))
-        self.tokens = 0  # verified since the worlds were last made equal, at most, by a request
         self.captured = [self.capture(world) for world in self.worlds]
         self.noise()
         graph = self.sizes.device == "cuda"
@@ -252,10 +228,10 @@ class Schedule:
         for outputs in results[1:]:
             for want, got in zip(results[0], outputs, strict=True):
                 if want is not None:
-                    self.close(want, got, "outputs")
+                    self.comparison.close(want, got, "outputs")
         for request, row, count in zip(requests, rows, accepted, strict=True):
             request.computed += row.query if row.prefilling else count
-        self.tokens += self.sizes.window
+        self.comparison.tokens += self.sizes.window
 
     def count_kinds(self, rows: list[Row], decodes: list[bool], padded: int | None) -> None:
         self.seen["steps"] += 1
@@ -366,7 +342,7 @@ class Schedule:
         for world in self.worlds[1:]:
             for layer, stock in zip(world.all_layers, self.worlds[0].all_layers, strict=True):
                 layer.kv_cache[1].copy_(stock.kv_cache[1])
-        self.tokens = 0
+        self.comparison.tokens = 0
         self.seen["flush"] += 1
 
     def compare_block(self, block: int, what: str) -> None:
@@ -374,45 +350,8 @@ class Schedule:
             for layer, stock in zip(world.all_layers, self.worlds[0].all_layers, strict=True):
                 history = [each.kv_cache[0][block, : CONV - 1] for each in (stock, layer)]
                 assert torch.equal(*history), f"{what}: another convolution state"
-                self.close(stock.kv_cache[1][block].float(), layer.kv_cache[1][block].float(), what)
-
-    def close(self, want: torch.Tensor, got: torch.Tensor, what: str) -> None:
-        """Compare the last axis as vectors, bit for bit or within the derived bound.
-
-        A token's linear map of a state row has norm at most 1 (decays and an unit key), so errors
-        add up. One token's own error is at most (K + 48) roundings of the row's and the token's
-        values: a sum over K, a handful of products, and the gate's exponential of at most 5; twice,
-        for both worlds. A bfloat16 state adds a rounding of 2**-8, an output one of its own type.
-        """
-        if self.exact:
-            assert torch.equal(want, got), f"{what} differ by {(want - got).abs().max()}"
-            return
-        size = max(want.norm(dim=-1).max().item(), 4.0)
-        tokens = self.tokens + 2 * self.sizes.window
-        part = 2 * (self.sizes.head_dim + 48) * EPS * tokens
-        if self.sizes.dtype == torch.bfloat16:
-            part += 2.0**-8 * tokens
-        if self.sizes.activation == torch.bfloat16:
-            part += 2.0**-8
-        error = (want - got).norm(dim=-1).max().item() / (part * size)
-        assert error <= 1, f"{what} differ by {error:.2f} of the bound"
-        self.worst = max(self.worst, error)
-
-
-def flush(world: World, slots: list[int], blocks: list[int]) -> None:
-    """Fold the pending tokens of the slots into the checkpoints in the blocks."""
-    device = world.table.device
-    for groups in world.attn_groups:
-        context = groups[0].get_metadata_builder(0).recoverssm_context
-        if context is None:
-            continue
-        world.fix["context"].KDARecoverSSMDeferred(
-            record_rows=torch.tensor(slots, dtype=torch.int32, device=device),
-            pending=world.state.recoverssm.pending,
-            eager=None,
-            context=context,
-            state_indices=torch.tensor(blocks, dtype=torch.int32, device=device),
-        ).flush()
+                want, got = (each.kv_cache[1][block].float() for each in (stock, layer))
+                self.comparison.close(want, got, what)
 
 
 def drive(sizes: Sizes, fix: Any, *, fused: bool, steps: int, seed: int) -> Schedule:
@@ -420,7 +359,7 @@ def drive(sizes: Sizes, fix: Any, *, fused: bool, steps: int, seed: int) -> Sche
     torch.manual_seed(seed)
     np.random.seed(seed)
     worlds = [World(sizes), World(sizes, fix, fused=fused)]
-    schedule = Schedule(sizes, worlds, exact=not fused, seed=seed)
+    schedule = Schedule(sizes, worlds, Comparison(sizes, exact=not fused), seed)
     for _ in range(steps):
         schedule.step()
     schedule.flush_and_compare()

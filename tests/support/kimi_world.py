@@ -128,8 +128,9 @@ class Layer:
         self.gate_lower_bound = s.lower_bound
         self.conv1d = SimpleNamespace(bias=None)
         self.conv_weight = torch.randn(3 * s.projection, CONV, generator=make).to(s.device)
-        self.A_log = (torch.rand(s.heads, generator=make) - 1).to(s.device)
-        self.dt_bias = torch.randn(s.projection, generator=make).to(s.device)
+        # Slow decays: a state remembers what was folded into it wrongly.
+        self.A_log = (torch.rand(s.heads, generator=make) / 2).to(s.device)
+        self.dt_bias = (torch.randn(s.projection, generator=make) - 3).to(s.device)
         conv = torch.zeros(s.blocks, CONV - 1 + s.num_spec, 3 * s.projection, dtype=s.activation)
         state = torch.zeros(s.blocks, s.heads, s.head_dim, s.head_dim, dtype=s.dtype)
         self.kv_cache = (conv.to(s.device), state.to(s.device))

@@ -1,0 +1,96 @@
+"""The fix kimi-k3-deferred-recoverssm beside vLLM 0.33.0's own code, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.support.kernels import interpreted
+from tests.support.plans import write_fixes_plan
+from vllm_overlay.errors import ConfigError
+from vllm_overlay.folders import home_folder
+from vllm_overlay.releases import find_tree
+from vllm_overlay.upstream import Tree
+
+FIX = Path(__file__).resolve().parents[2] / "fixes" / "kimi-k3-deferred-recoverssm"
+
+
+@pytest.fixture(scope="module")
+def tree() -> Tree:
+    try:
+        return find_tree("0.33.0", home_folder(os.environ))
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+def run(code: str, home: Path, tree: Tree, plan: Path | None = None) -> str:
+    done = interpreted(code, home, plan, tree.root)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["flush", "fused"])
+def test_long_schedules(tmp_path: Path, tree: Tree, fused: bool) -> None:
+    """With a flush every bit is stock's; fused, every error is within the derived bound."""
+    run(f"from tests.support import kimi_checks as c; c.schedules(fused={fused})", tmp_path, tree)
+
+
+def test_what_single_steps_leave(tmp_path: Path, tree: Tree) -> None:
+    checks = (
+        "folds_happen_once",
+        "counts_are_set_and_cleared",
+        "installing",
+        "records_come_first",
+        "against_float64",
+    )
+    calls = "; ".join(f"c.{check}()" for check in checks)
+    said = run(f"from tests.support import kimi_checks as c; {calls}", tmp_path, tree)
+    assert "install_layers must come before the context" in said
+
+
+HOOKED = """
+from types import SimpleNamespace as S
+import torch
+from vllm.models.kimi_k3.nvidia import kda, model_state
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
+from vllm.v1.worker.gpu.model_states.recoverssm import RecoverSSMState
+from tests.support.kimi_world import Layer, Sizes, config
+
+def init(self, vllm_config, model, encoder_cache, device):
+    self.recoverssm = RecoverSSMState() if vllm_config.cache_config.use_kda_recoverssm else None
+    self.max_num_reqs, self.device = 4, device
+
+MambaHybridModelState.__init__ = init
+layer = Layer(Sizes(), 0)
+model = S(model=S(layers=[S(self_attn=layer)]), specialized_decode_config=None)
+state = model_state.KimiK3ModelState(config(Sizes()), model, None, torch.device("cpu"))
+print(type(state.recoverssm).__module__, layer.deferred_recoverssm)
+print(layer.recoverssm_records.correction.shape[0])
+moved = config(Sizes())
+moved.kv_transfer_config = S(is_kv_transfer_instance=True)
+for refused in (moved, S(**{**vars(config(Sizes())), "use_v2_model_runner": False})):
+    try:
+        kda.KimiK3DeltaAttention(None, refused)
+    except ValueError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize(("value", "rows"), [("1", 2 * 5), ("flush", 5)])
+def test_the_hooks_install_it(tmp_path: Path, tree: Tree, value: str, rows: int) -> None:
+    """Through a plan, as a worker of a server has it."""
+    folder = tmp_path / "fixes" / FIX.name
+    shutil.copytree(FIX, folder)
+    manifest = folder / "fix.yaml"
+    manifest.write_text(
+        manifest.read_text().replace("  values:", f'  default: "{value}"\n  values:')
+    )
+    plan = write_fixes_plan(tmp_path / "fixes", tmp_path, tree)
+    said = run(HOOKED, tmp_path, tree, plan).splitlines()[-4:]
+    package = "vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm"
+    assert said[:2] == [f"{package}.state True", str(rows)]
+    assert "does not support KV connectors" in said[2]
+    assert "does not support the V1 model runner" in said[3]

@@ -1,0 +1,161 @@
+"""What tests/kernel asks of the deferred RecoverSSM; each function runs in Triton's interpreter."""
+
+from __future__ import annotations
+
+import copy
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from tests.support.kimi_compare import flush
+from tests.support.kimi_fix import load_fix
+from tests.support.kimi_reference import errors
+from tests.support.kimi_schedule import Schedule, drive
+from tests.support.kimi_world import Row, Sizes, World, verify
+
+# What a long schedule must have met at least once.
+ALWAYS = [
+    "all accepted",
+    "finished pending",
+    "no speculative rows",
+    "padded graph",
+    "preempted with tokens pending",
+    "prefills between verifies",
+    "recycled slot with tokens pending",
+    "resumed",
+    "short window",
+    "warm-up",
+    "zero accepted",
+]
+ALIGNED = [*ALWAYS, "ends on a boundary", "prefix-cache hit"]
+
+
+def small(**changes: Any) -> Sizes:
+    return Sizes(**{"heads": 1, "num_spec": 2, "block": 32, "columns": 8, **changes})
+
+
+def schedules(*, fused: bool) -> None:
+    """Drive long schedules in both cache modes, with two value blocks a head where it is fused."""
+    fix = load_fix()
+    fix["kernels"].FUSED_LAUNCH = fix["kernels"].Launch(block_v=8, splits=4, warps=1)
+    seen = drive(small(), fix, fused=fused, steps=60, seed=5).seen
+    assert not [kind for kind in ALIGNED if not seen[kind]], seen
+    free = small(mode="none", block=8, groups=1, dtype=torch.bfloat16, lower_bound=None)
+    seen = drive(free, fix, fused=fused, steps=40, seed=1).seen
+    assert not [kind for kind in ALWAYS if not seen[kind]], seen
+
+
+def one_step(
+    world: World, rows: list[Row], inputs: Any, accepted: list[int], times: int = 1
+) -> Any:
+    """Run a step whose forward runs ``times`` times from the same convolution states."""
+    batch = world.batch(rows)
+    world.start(batch)
+    metadata = world.prepare(batch)
+    kept = [layer.kv_cache[0].clone() for layer in world.all_layers]
+    for _ in range(times):
+        for layer, conv in zip(world.all_layers, kept, strict=True):
+            layer.kv_cache[0].copy_(conv)
+        outputs = verify(world, metadata, inputs)
+    world.finish(batch, accepted)
+    return outputs
+
+
+def prepared(fix: Any, sizes: Sizes, *, fused: bool) -> tuple[list[World], Any]:
+    """Return a stock and a deferred world with two requests, and a source of inputs."""
+    worlds = [World(sizes), World(sizes, fix, fused=fused)]
+    schedule = SimpleNamespace(sizes=sizes, make=torch.Generator().manual_seed(1), worlds=worlds)
+    schedule.randn = lambda *shape: Schedule.randn(schedule, *shape)
+    Schedule.noise(schedule)
+    for world in worlds:
+        for slot in range(2):
+            world.table[slot, 0] = 1 + slot
+            world.add_request(slot, 12)
+    return worlds, lambda tokens: Schedule.inputs(schedule, tokens)
+
+
+def states(world: World) -> list[torch.Tensor]:
+    return [layer.kv_cache[1].clone() for layer in world.all_layers]
+
+
+def same(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ones, others, strict=True))
+
+
+def folds_happen_once() -> None:
+    """A repeated forward folds nothing more, nor does a flush after a fold, or a second flush."""
+    fix = load_fix()
+    for fused in (False, True):
+        (stock, world), inputs = prepared(fix, small(mode="none"), fused=fused)
+        for times, accepted in ((1, [2, 3]), (3, [0, 1]), (2, [3, 3])):
+            rows = [Row(1, int(stock.computed[1]), 3, 2), Row(0, int(stock.computed[0]), 3, 2)]
+            tokens = inputs(6)
+            one_step(stock, rows, tokens, accepted)
+            one_step(world, rows, tokens, accepted, times)
+        assert world.state.recoverssm.pending.tolist()[:2] == [3, 3]
+        unfolded = states(world)
+        flush(world, [0, 1], [1, 2])
+        folded = states(world)
+        assert not same(unfolded, folded)
+        for got, want in zip(folded, states(stock), strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=0 if not fused else 1e-5)
+        flush(world, [0, 1], [1, 2])
+        assert same(folded, states(world))
+        assert world.state.recoverssm.pending.tolist()[:2] == [3, 3]  # other groups read it
+
+
+def counts_are_set_and_cleared() -> None:
+    """A commit sets a count, also to 0; a new request clears its slot's and no other."""
+    (_, world), inputs = prepared(load_fix(), small(mode="none"), fused=True)
+    pending = world.state.recoverssm.pending
+    for accepted in ([3, 2], [0, 1], [1, 0]):
+        rows = [Row(0, int(world.computed[0]), 3, 2), Row(1, int(world.computed[1]), 3, 2)]
+        one_step(world, rows, inputs(6), accepted)
+        assert pending.tolist()[:2] == accepted
+    world.add_request(1, 12)
+    assert pending.tolist()[:2] == [1, 0]
+    world.add_request(0, 12)
+    assert pending.tolist()[:2] == [0, 0]
+
+
+def installing() -> None:
+    """Twice is as good as once; without RecoverSSM and for CuTe layers nothing changes."""
+    state = load_fix()["state"]
+    world = World(small(), load_fix())
+    (builder,) = (group[0].get_metadata_builder(0) for group in world.attn_groups[:1])
+    world.state.recoverssm.bind(world.attn_groups, None)
+    before = (world.state.prepare_attn, builder.build, world.all_layers[0].recoverssm_records)
+    state.install_model_state(world.state)
+    state.install_layers([SimpleNamespace(self_attn=layer) for layer in world.all_layers])
+    state.install_builder(builder, world.state.recoverssm.pending)
+    after = (world.state.prepare_attn, builder.build, world.all_layers[0].recoverssm_records)
+    assert all(a is b for a, b in zip(before, after, strict=True))
+
+    plain = SimpleNamespace(recoverssm=None)
+    state.install_model_state(plain)
+    assert vars(plain) == {"recoverssm": None}
+    cute, other = World(small()).all_layers[0], SimpleNamespace(self_attn=SimpleNamespace())
+    cute.recoverssm_backend = "cute"
+    kept = copy.copy(vars(cute))
+    state.install_layers([SimpleNamespace(self_attn=cute), other, SimpleNamespace()])
+    assert vars(cute) == kept
+
+
+def records_come_first() -> None:
+    """A commit context that would take the stock records' addresses is refused."""
+    fix, layer = load_fix(), World(small()).all_layers[0]
+    layer.dt_bias = layer.dt_bias
+    try:
+        fix["context"].KDADeferredCommitContext.create([layer], spec_query_len=3, max_num_reqs=4)
+    except ValueError as error:
+        print(error)
+    else:
+        raise AssertionError("no error")
+
+
+def against_float64() -> None:
+    found = errors(load_fix(), heads=1, requests=3, window=3, seed=1, device="cpu")
+    for what, error in found["fused"].items():
+        assert error <= 2 * found["stock"][what], json.dumps(found)
