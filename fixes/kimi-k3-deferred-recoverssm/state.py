@@ -36,6 +36,7 @@ class DeferredRecoverSSMState(RecoverSSMState):
     def __init__(self, max_num_reqs: int, device: torch.device) -> None:
         super().__init__()
         self.pending = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+        self._builders: dict[int, Any] = {}  # by KV-cache group
 
     def add_request(self, req_index: int) -> None:
         """Forget what the slot's last owner left: a prefill commits its state itself."""
@@ -55,6 +56,24 @@ class DeferredRecoverSSMState(RecoverSSMState):
                 if getattr(builder, "recoverssm_pending", None) is not self.pending:
                     install_builder(builder, self.pending)
                 builder.recoverssm_request_slots = idx_mapping
+                self._builders[getattr(group, "kv_cache_group_id", 0)] = builder
+
+    def resume(self, req_index: int, block_ids: Any, num_computed_tokens: int) -> None:
+        """Fold what is pending for a request that leaves its slot and keeps its blocks.
+
+        ``block_ids``: per KV-cache group, the blocks of the request.
+        """
+        for group, builder in self._builders.items():
+            context = builder.recoverssm_context
+            if not isinstance(context, KDADeferredCommitContext):
+                continue
+            align = builder.vllm_config.cache_config.mamba_cache_mode == "align"
+            column = (num_computed_tokens - 1) // builder.kv_cache_spec.block_size if align else 0
+            slot, block = (
+                async_tensor_h2d([value], dtype=torch.int32, device=self.pending.device)
+                for value in (req_index, block_ids[group][column])
+            )
+            KDARecoverSSMDeferred(slot, self.pending, None, context, block).flush()
 
 
 class _DeferredStepCommit:
@@ -79,9 +98,24 @@ def install_model_state(state: Any) -> None:
         return
     deferred = DeferredRecoverSSMState(state.max_num_reqs, state.device)
     base_add_request, base_prepare_attn = state.add_request, state.prepare_attn
+    base_remove_request = getattr(state, "remove_request", None)
+    slots: dict[str, int] = {}
+    left: dict[str, int] = {}  # the request that was removed last
+
+    def remove_request(req_id: str) -> None:
+        if base_remove_request is not None:
+            base_remove_request(req_id)
+        left.clear()
+        if req_id in slots:
+            left[req_id] = slots.pop(req_id)
 
     def add_request(req_index: int, new_req_data: Any) -> None:
         base_add_request(req_index, new_req_data)
+        name = getattr(new_req_data, "req_id", None)
+        if name in left:  # streamed more input: it is removed and added, and keeps its state
+            computed = new_req_data.num_computed_tokens
+            deferred.resume(left.pop(name), new_req_data.block_ids, computed)
+        slots[name] = req_index
         deferred.add_request(req_index)
 
     def prepare_attn(
@@ -109,7 +143,7 @@ def install_model_state(state: Any) -> None:
         return metadata
 
     state.recoverssm = deferred
-    state.add_request = add_request
+    state.add_request, state.remove_request = add_request, remove_request
     state.prepare_attn = prepare_attn
 
 

@@ -42,6 +42,7 @@ def test_what_single_steps_leave(tmp_path: Path, tree: Tree) -> None:
     checks = (
         "folds_happen_once",
         "counts_are_set_and_cleared",
+        "streamed_input",
         "installing",
         "records_come_first",
         "against_float64",

@@ -120,6 +120,23 @@ def counts_are_set_and_cleared() -> None:
     assert pending.tolist()[:2] == [0, 0]
 
 
+def streamed_input() -> None:
+    """A request that gets more input is removed and added again, and keeps its blocks."""
+    for fused in (False, True):
+        (stock, world), inputs = prepared(load_fix(), small(mode="none"), fused=fused)
+        for each in (stock, world):
+            each.add_request(0, 12, "session", [[1], [1]])
+        rows, tokens = [Row(1, 12, 3, 2), Row(0, 12, 3, 2)], inputs(6)
+        for each in (stock, world):
+            one_step(each, rows, tokens, [2, 3])
+            each.state.remove_request("session")
+            each.add_request(3, 15, "session", [[1], [1]])
+        for got, want in zip(states(world), states(stock), strict=True):
+            torch.testing.assert_close(got[1], want[1], rtol=0, atol=0 if not fused else 1e-5)
+            assert not torch.equal(got[2], want[2])  # the other one's tokens are still pending
+        assert world.state.recoverssm.pending.tolist()[1] == 2
+
+
 def installing() -> None:
     """Twice is as good as once; without RecoverSSM and for CuTe layers nothing changes."""
     state = load_fix()["state"]

@@ -124,6 +124,8 @@ class Schedule:
     def finish(self, request: Request, *, preempt: bool = False) -> None:
         """Take a request out. Its passed blocks may stay cached; the others are reused first."""
         del self.live[request.slot]
+        for world in self.worlds:
+            world.state.remove_request(str(request.name))
         for column, block in enumerate(request.columns):
             end = (column + 1) * self.sizes.block
             if not block or block in self.cached:
@@ -159,9 +161,10 @@ class Schedule:
             columns = [0] * (computed // self.sizes.block - 1) + [block]
             prompt = computed + self.random.randint(1, self.sizes.block)
             self.seen["prefix-cache hit"] += 1
-        self.live[slot] = Request(next(self.names), prompt, slot, computed, columns)
+        name = next(self.names)
+        self.live[slot] = Request(name, prompt, slot, computed, columns)
         for world in self.worlds:
-            world.add_request(slot, computed)
+            world.add_request(slot, computed, str(name))
 
     def hits(self) -> list[tuple[int, int]]:
         """Return (block, tokens) of each state that a prefix cache could give out now."""

@@ -282,8 +282,12 @@ class World:
             state._mamba_group_ids, state._mamba_spec = list(range(s.groups)), self.spec
         return state
 
-    def add_request(self, slot: int, computed: int) -> None:
-        self.state.add_request(slot, SimpleNamespace(num_computed_tokens=computed))
+    def add_request(
+        self, slot: int, computed: int, name: str = "", blocks: list[list[int]] | None = None
+    ) -> None:
+        self.state.add_request(
+            slot, SimpleNamespace(req_id=name, num_computed_tokens=computed, block_ids=blocks)
+        )
         self.computed[slot] = computed
 
     def batch(self, rows: list[Row], padded: int | None = None) -> Any:
