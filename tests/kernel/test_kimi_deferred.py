@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.support.kernels import interpreted
+from tests.support.kernels import FIXES, interpreted, release
 from tests.support.plans import write_fixes_plan
-from vllm_overlay.errors import ConfigError
-from vllm_overlay.folders import home_folder
-from vllm_overlay.releases import find_tree
 from vllm_overlay.upstream import Tree
 
-FIX = Path(__file__).resolve().parents[2] / "fixes" / "kimi-k3-deferred-recoverssm"
+FIX = FIXES / "kimi-k3-deferred-recoverssm"
 
 
 @pytest.fixture(scope="module")
 def tree() -> Tree:
-    try:
-        return find_tree("0.33.0", home_folder(os.environ))
-    except ConfigError as error:
-        pytest.skip(str(error))
+    return release("0.33.0")
 
 
 def run(code: str, home: Path, tree: Tree, plan: Path | None = None) -> str:
-    done = interpreted(code, home, plan, tree.root)
+    done = interpreted("-c", code, home=home, plan=plan, tree=tree)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
@@ -54,6 +47,7 @@ def test_what_single_steps_leave(tmp_path: Path, tree: Tree) -> None:
 
 HOOKED = """
 from types import SimpleNamespace as S
+import tests.support.interpreter
 import torch
 from vllm.models.kimi_k3.nvidia import kda, model_state
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
@@ -89,7 +83,7 @@ def test_the_hooks_install_it(tmp_path: Path, tree: Tree, value: str, rows: int)
     manifest.write_text(
         manifest.read_text().replace("  values:", f'  default: "{value}"\n  values:')
     )
-    plan = write_fixes_plan(tmp_path / "fixes", tmp_path, tree)
+    plan = write_fixes_plan(tmp_path / "fixes", tmp_path, tree=tree)
     said = run(HOOKED, tmp_path, tree, plan).splitlines()[-4:]
     package = "vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm"
     assert said[:2] == [f"{package}.state True", str(rows)]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+import tests.support.interpreter  # noqa: F401 (before vLLM)
 from tests.support.kimi_compare import flush
 from tests.support.kimi_fix import load_fix
 from tests.support.kimi_reference import errors

@@ -14,6 +14,8 @@ from types import ModuleType
 
 import yaml
 
+import tests.support.interpreter  # noqa: F401 (before vLLM)
+
 FIX = Path(__file__).resolve().parents[2] / "fixes" / "kimi-k3-deferred-recoverssm"
 
 

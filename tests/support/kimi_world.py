@@ -7,6 +7,7 @@ the prefills (which leave a given state) and the copies across block boundaries,
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,13 @@ from vllm.v1.worker.gpu.model_states.recoverssm import RecoverSSMState
 from vllm.v1.worker.utils import AttentionGroup
 
 CONV = 4  # the short convolution's width
+
+
+def unpin() -> None:
+    """Make vLLM copy from ordinary memory: a platform that it does not know is taken for a GPU."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("vllm.") and "PIN_MEMORY" in vars(module):
+            module.PIN_MEMORY = False  # type: ignore[attr-defined]
 
 
 def stage(
@@ -226,6 +234,7 @@ class World:
         s = self.sizes
         device = torch.device(s.device)
         if device.type == "cpu":
+            unpin()
             kda_metadata.stage_spec_decode_metadata = stage
             kda.causal_conv1d_update = convolve
             if self.fix is not None:
