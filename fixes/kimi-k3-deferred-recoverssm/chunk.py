@@ -217,8 +217,8 @@ def verify_chunk(
     spec_query_len: int,
     record_indices: torch.Tensor,
     scratch_row: int,
-    out: torch.Tensor,
     folds: Folds,
+    out: torch.Tensor,
     launch: Launch,
 ) -> torch.Tensor:
     _, _, heads, key_dim = q.shape

@@ -70,6 +70,9 @@ class KDADeferredCommitContext(KDARecoverSSMCommitContext):
     due_finals: torch.Tensor = field(init=False)
     due_boundaries: torch.Tensor = field(init=False)
     due_boundary_lens: torch.Tensor = field(init=False)
+    # With one half: what the stock verify writes, by verify row, for ``keep``.
+    step_records: KDARecoverSSMRecords | None = field(default=None, init=False)
+    align: bool = field(default=False, init=False)
 
     @classmethod
     def create(
@@ -79,8 +82,9 @@ class KDADeferredCommitContext(KDARecoverSSMCommitContext):
         spec_query_len: int,
         max_num_reqs: int,
         backend: str = FP32_DEFERRED,
+        align: bool = False,
     ) -> KDADeferredCommitContext:
-        """Gather the addresses of ``layers``' caches and records.
+        """Gather the addresses of ``layers``' caches and records; ``align``: the cache mode.
 
         Raises ValueError if the layers have no records by slot (``install_layers`` makes them).
         """
@@ -91,7 +95,7 @@ class KDADeferredCommitContext(KDARecoverSSMCommitContext):
         context: KDADeferredCommitContext = super().create(
             layers, spec_query_len=spec_query_len, max_num_reqs=max_num_reqs, backend=backend
         )
-        context.slots, context.halves = max_num_reqs, halves
+        context.slots, context.halves, context.align = max_num_reqs, halves, align
         device = context.commit_lens.device
         for name in ("turn", "folded", "fold_lens", "read_rows", "write_rows"):
             setattr(context, name, torch.zeros(max_num_reqs, dtype=torch.int32, device=device))
@@ -99,6 +103,11 @@ class KDADeferredCommitContext(KDARecoverSSMCommitContext):
         for name in ("lens", "states", "finals", "boundaries", "boundary_lens"):
             value = torch.zeros(records, dtype=torch.int32, device=device)
             setattr(context, f"due_{name}", value)
+        if halves == 1:
+            known = layers[0].recoverssm_records
+            context.step_records = KDARecoverSSMRecords.allocate(
+                max_num_reqs, *known.correction.shape[1:], known.key_gate.dtype, device
+            )
         return context
 
     @property
@@ -133,6 +142,7 @@ class KDADeferredCommitContext(KDARecoverSSMCommitContext):
             self.write_rows,
             self.due_lens,
             self.due_states,
+            self.due_boundaries,
             NULL_BLOCK_ID,
             self.slots,
             state_indices.stride(0),
@@ -140,6 +150,13 @@ class KDADeferredCommitContext(KDARecoverSSMCommitContext):
             BY_RECORD=by_record,
             num_warps=1,
         )
+
+    def keep(self, records: KDARecoverSSMRecords, rows: int) -> None:
+        """File the step's records of ``rows`` verify rows in a layer's ``records``, by slot."""
+        assert self.step_records is not None
+        kept = self.write_rows[:rows].long()
+        records.correction[kept] = self.step_records.correction[:rows]
+        records.key_gate[kept] = self.step_records.key_gate[:rows]
 
     def commit(  # type: ignore[override]
         self,
@@ -166,9 +183,10 @@ class KDADeferredCommitContext(KDARecoverSSMCommitContext):
             return
         if rows > self.slots or query_start_loc.shape[0] != rows + 1:
             raise ValueError("deferred RecoverSSM: the rows of the commit's metadata differ")
+        if (block_table is not None) != self.align:
+            raise ValueError("deferred RecoverSSM: the commit's cache mode is not the builder's")
         if mamba_block_size is not None and mamba_block_size < self.spec_query_len:
             raise ValueError("deferred RecoverSSM: a state block is shorter than a window")
-        align = block_table is not None
         self._plan_commit(
             num_accepted_tokens,
             state_indices,
@@ -178,7 +196,7 @@ class KDADeferredCommitContext(KDARecoverSSMCommitContext):
             num_computed_tokens,
             mamba_block_size,
         )
-        self._compact_conv(state_indices, align)
+        self._compact_conv(state_indices)
         if eager is not None:
             self.due_lens.zero_()
         settle_kernel[(rows,)](
@@ -203,7 +221,7 @@ class KDADeferredCommitContext(KDARecoverSSMCommitContext):
             num_warps=1,
         )
         if eager is not None:
-            self.fold_due(self.due_finals, align=align)
+            self.fold_due(self.due_finals)
 
     def _plan_commit(
         self,
@@ -243,7 +261,7 @@ class KDADeferredCommitContext(KDARecoverSSMCommitContext):
             num_warps=1,
         )
 
-    def _compact_conv(self, state_indices: torch.Tensor, align: bool) -> None:
+    def _compact_conv(self, state_indices: torch.Tensor) -> None:
         conv = self.conv_states[0]
         block_d = 256
         grid = (triton.cdiv(conv.shape[1], block_d), state_indices.shape[0], len(self.conv_states))
@@ -264,11 +282,11 @@ class KDADeferredCommitContext(KDARecoverSSMCommitContext):
             state_indices.stride(0),
             BLOCK_D=block_d,
             BLOCK_HISTORY=triton.next_power_of_2(self.conv_history_len),
-            ALIGN_MODE=align,
+            ALIGN_MODE=self.align,
             num_warps=4,
         )
 
-    def fold_due(self, finals: torch.Tensor, *, align: bool) -> None:
+    def fold_due(self, finals: torch.Tensor) -> None:
         """Fold the due record rows of every layer with vLLM's commit kernel, as it is.
 
         That kernel reads the records of its row: so a row is a record row here, and those with
@@ -317,7 +335,7 @@ class KDADeferredCommitContext(KDARecoverSSMCommitContext):
             BV=block_v,
             NUM_HEADS=heads,
             USE_LOWER_BOUND=self.lower_bound is not None,
-            ALIGN_MODE=align,
+            ALIGN_MODE=self.align,
             num_warps=4,
             num_stages=2,
         )
@@ -350,7 +368,7 @@ class KDARecoverSSMDeferred:
             return
         context = self.context
         context.plan(self.record_rows, self.pending, self.state_indices, by_record=True)
-        context.fold_due(context.due_states, align=False)
+        context.fold_due(context.due_states)
 
     def plan(self, layer: object) -> Folds:
         """Return what each row's verify has to fold itself: planned once a forward."""

@@ -5,7 +5,7 @@ A *record row* holds what one verify of one request wrote, for later folding: th
 ``halves`` sets of ``slots + 1`` record rows: slot s of half h is row ``h * (slots + 1) + s``, and
 the last row of a half is scratch for rows that no request owns. A slot's ``turn`` counts its
 settled verifies: the half ``turn % halves`` holds the pending tokens, and the next verify writes
-the half after it. With one half, pending tokens must be folded before the verify.
+the half after it. With one half, pending tokens are folded before the verify.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ def plan_folds_kernel(
     write_rows_ptr,
     due_lens_ptr,
     due_states_ptr,
+    due_boundaries_ptr,
     null_block_id,
     num_slots,
     stride_state_indices,
@@ -57,6 +58,7 @@ def plan_folds_kernel(
     if BY_RECORD:
         tl.store(due_lens_ptr + read, due, mask=live)
         tl.store(due_states_ptr + read, state.to(tl.int32), mask=live)
+        tl.store(due_boundaries_ptr + read, null_block_id, mask=live)
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -185,9 +187,8 @@ def verify_kernel(
     SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
     USE_LOWER_BOUND: tl.constexpr,
-    FOLD: tl.constexpr,
 ):
-    """One head's block of ``BV`` values of one row: [fold and write the checkpoint,] verify.
+    """One head's block of ``BV`` values of one row: fold and write the checkpoint, verify.
 
     The state block is kept as [SPLITS, BV, K / SPLITS]: the first axis stays inside a thread, so a
     sum over the keys exchanges between 32 / SPLITS of a warp's lanes and for fewer values each.
@@ -217,23 +218,20 @@ def verify_kernel(
     state_ptrs = state_ptr + state_index * stride_state + head * stride_state_head
     state_ptrs += offs_v[None, :, None] * stride_state_v + k_split * stride_state_k
 
-    if FOLD:
-        due = tl.load(fold_lens_ptr + row)
-        read_row = tl.load(read_rows_ptr + row).to(tl.int64)
-        old_kg = key_gate_ptr + read_row * stride_key_gate + head * stride_key_gate_head
-        old_u = correction_ptr + read_row * stride_correction + head * stride_correction_head
-        after, added = _pending(
-            old_kg, old_u, due, offs_k, offs_v, stride_key_gate_token, stride_correction_token,
-            dt_bias, a, lower_bound, K, BV, SPLITS, USE_LOWER_BOUND,
-        )  # fmt: skip
-        state = tl.load(state_ptrs).to(tl.float32)
-        state = state * tl.reshape(after, (SPLITS, 1, KS)) + added
-        # What is verified is what the checkpoint holds, rounded to its type.
-        stored = state.to(state_ptr.dtype.element_ty)
-        tl.store(state_ptrs, stored, mask=due > 0)
-        state = stored.to(tl.float32)
-    else:
-        state = tl.load(state_ptrs).to(tl.float32)
+    due = tl.load(fold_lens_ptr + row)
+    read_row = tl.load(read_rows_ptr + row).to(tl.int64)
+    old_kg = key_gate_ptr + read_row * stride_key_gate + head * stride_key_gate_head
+    old_u = correction_ptr + read_row * stride_correction + head * stride_correction_head
+    after, added = _pending(
+        old_kg, old_u, due, offs_k, offs_v, stride_key_gate_token, stride_correction_token,
+        dt_bias, a, lower_bound, K, BV, SPLITS, USE_LOWER_BOUND,
+    )  # fmt: skip
+    state = tl.load(state_ptrs).to(tl.float32)
+    state = state * tl.reshape(after, (SPLITS, 1, KS)) + added
+    # What is verified is what the checkpoint holds, rounded to its type.
+    stored = state.to(state_ptr.dtype.element_ty)
+    tl.store(state_ptrs, stored, mask=due > 0)
+    state = stored.to(tl.float32)
 
     new_kg = key_gate_ptr + write_row * stride_key_gate + head * stride_key_gate_head
     new_u = correction_ptr + write_row * stride_correction + head * stride_correction_head
@@ -273,8 +271,7 @@ class Launch:
     warps: int
 
 
-# The stock verify's shape, which sums in its order, and the fastest one of the fused verify.
-STOCK_LAUNCH = Launch(block_v=32, splits=1, warps=4)
+# The fastest one.
 FUSED_LAUNCH = Launch(block_v=16, splits=4, warps=1)
 
 
@@ -302,15 +299,15 @@ def verify_window(
     spec_query_len: int,
     record_indices: torch.Tensor,
     scratch_row: int,
+    folds: Folds,
     out: torch.Tensor | None = None,
-    folds: Folds | None = None,
     launch: Launch | None = None,
 ) -> torch.Tensor:
     """Verify each row's window from its checkpoint; return ``out`` [1, tokens, heads, V].
 
     vLLM's ``kda_recoverssm_verify`` with two changes. Row b writes its records to record row
-    ``record_indices[b]``, or to ``scratch_row`` if that is negative. With ``folds``, it folds its
-    pending tokens into the checkpoint first and writes that back; else checkpoints are only read.
+    ``record_indices[b]``, or to ``scratch_row`` if that is negative. And it folds its pending
+    tokens (``folds``) into the checkpoint first, and writes that back.
 
     ``q``, ``k``, ``raw_g`` [1, tokens, heads, K] and ``v`` [1, tokens, heads, V] with contiguous
     heads, ``raw_beta`` [1, tokens, heads], ``A_log`` [heads], ``dt_bias`` [heads * K],
@@ -319,7 +316,7 @@ def verify_window(
 
     Raises ValueError for shapes or strides that the kernel cannot take.
     """
-    launch = launch or (FUSED_LAUNCH if folds is not None else STOCK_LAUNCH)
+    launch = launch or FUSED_LAUNCH
     _, tokens, heads, key_dim = q.shape
     value_dim = v.shape[-1]
     rows = state_indices.shape[0]
@@ -356,8 +353,8 @@ def verify_window(
         query_start_loc,
         state_indices,
         record_indices,
-        folds.rows if folds is not None else None,
-        folds.lens if folds is not None else None,
+        folds.rows,
+        folds.lens,
         lower_bound or 0.0,
         NULL_BLOCK_ID,
         scratch_row,
@@ -377,7 +374,6 @@ def verify_window(
         SPLITS=launch.splits,
         WINDOW=spec_query_len,
         USE_LOWER_BOUND=lower_bound is not None,
-        FOLD=folds is not None,
         num_warps=launch.warps,
     )
     return out

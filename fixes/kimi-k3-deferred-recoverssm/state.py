@@ -15,6 +15,7 @@ from einops import rearrange
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_update
 from vllm.models.kimi_k3.nvidia.kda_metadata import KimiK3KDAMetadataBuilder
+from vllm.models.kimi_k3.nvidia.ops.recoverssm import kda_recoverssm_verify
 from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm.boundary import near_boundary
 from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm.context import (
     FP32_DEFERRED,
@@ -158,8 +159,8 @@ def install_layers(layers: Any, *, fused: bool = True) -> None:
     """Give the Triton RecoverSSM KDA layers among decoder ``layers`` records by slot and the
     deferred verify; others, and those that have them, stay as they are.
 
-    ``fused``: the verify folds. Else a flush before it does, with vLLM's own commit kernel, and
-    the verify sums as vLLM's does. Must come before a commit context takes the records' addresses.
+    ``fused``: the verify folds. Else a flush before it does, and both are vLLM's own kernels. Must
+    come before a commit context takes the records' addresses.
     """
     for decoder in layers:
         attn: Any = getattr(decoder, "self_attn", None)
@@ -208,6 +209,7 @@ def install_builder(builder: Any, pending: torch.Tensor) -> None:
                 layers,
                 spec_query_len=1 + config.num_speculative_tokens,
                 max_num_reqs=max_num_reqs,
+                align=config.cache_config.mamba_cache_mode == "align",
             )
         return builder.recoverssm_context
 
@@ -326,11 +328,11 @@ def deferred_recoverssm_verify(
         stock: torch.Tensor = type(self)._recoverssm_verify(self, *inputs)
         return stock
     context = deferred.context
+    folds = None
     if context.fused:
-        folds, record_indices = deferred.plan(self), context.write_rows
+        folds = deferred.plan(self)
     else:
         deferred.flush(self)
-        folds, record_indices = None, deferred.record_rows
     conv_state, state = self.kv_cache[:2]
     state_indices = m.spec_state_indices_tensor[: m.num_spec_decodes, 0]
     activations = causal_conv1d_update(
@@ -350,22 +352,11 @@ def deferred_recoverssm_verify(
         rearrange(part, "t (h d) -> 1 t h d", d=self.head_dim)
         for part in activations.split(self.local_projection_size, dim=-1)
     )
-    return verify_window(
-        q,
-        k,
-        v,
-        raw_g,
-        raw_beta,
-        self.A_log,
-        self.dt_bias,
-        self.gate_lower_bound,
-        state,
-        self.recoverssm_records,
-        query_start_loc,
-        state_indices,
-        self.spec_query_len,
-        record_indices,
-        context.slots,
-        out=out,
-        folds=folds,
-    )
+    inputs = (q, k, v, raw_g, raw_beta, self.A_log, self.dt_bias, self.gate_lower_bound, state)
+    rows = (query_start_loc, state_indices, self.spec_query_len)
+    if folds is None:
+        verified: torch.Tensor = kda_recoverssm_verify(*inputs, context.step_records, *rows, out)
+        context.keep(self.recoverssm_records, state_indices.shape[0])
+        return verified
+    kept = (context.write_rows, context.slots)
+    return verify_window(*inputs, self.recoverssm_records, *rows, *kept, folds, out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,16 @@ from tests.support.plans import write_fixes_plan
 from vllm_overlay.upstream import Tree
 
 FIX = FIXES / "kimi-k3-deferred-recoverssm"
+NAMES = [
+    "folds_happen_once",
+    "counts_are_set_and_cleared",
+    "streamed_input",
+    "installing",
+    "records_come_first",
+    "against_float64",
+    "schedule_without_prefix_cache",
+    "aligned_schedule",
+]
 
 
 @pytest.fixture(scope="module")
@@ -19,30 +30,20 @@ def tree() -> Tree:
     return release("0.33.0")
 
 
-def run(code: str, home: Path, tree: Tree, plan: Path | None = None) -> str:
-    done = interpreted("-c", code, home=home, plan=plan, tree=tree)
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory, tree: Tree) -> dict[str, str]:
+    """What went wrong in each case: a traceback, or nothing."""
+    home = tmp_path_factory.mktemp("kimi")
+    plan = write_fixes_plan(FIXES, home, tree=tree, names={FIX.name})
+    done = interpreted("-m", "tests.support.kimi_checks", home=home, plan=plan, tree=tree)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("[")]
     assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    return dict(json.loads(line) for line in lines)
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["flush", "fused"])
-def test_long_schedules(tmp_path: Path, tree: Tree, fused: bool) -> None:
-    """With a flush every bit is stock's; fused, every error is within the derived bound."""
-    run(f"from tests.support import kimi_checks as c; c.schedules(fused={fused})", tmp_path, tree)
-
-
-def test_what_single_steps_leave(tmp_path: Path, tree: Tree) -> None:
-    checks = (
-        "folds_happen_once",
-        "counts_are_set_and_cleared",
-        "streamed_input",
-        "installing",
-        "records_come_first",
-        "against_float64",
-    )
-    calls = "; ".join(f"c.{check}()" for check in checks)
-    said = run(f"from tests.support import kimi_checks as c; {calls}", tmp_path, tree)
-    assert "install_layers must come before the context" in said
+@pytest.mark.parametrize("name", NAMES)
+def test_case(results: dict[str, str], name: str) -> None:
+    assert not results[name], results[name]
 
 
 HOOKED = """
@@ -84,7 +85,9 @@ def test_the_hooks_install_it(tmp_path: Path, tree: Tree, value: str, rows: int)
         manifest.read_text().replace("  values:", f'  default: "{value}"\n  values:')
     )
     plan = write_fixes_plan(tmp_path / "fixes", tmp_path, tree=tree)
-    said = run(HOOKED, tmp_path, tree, plan).splitlines()[-4:]
+    done = interpreted("-c", HOOKED, home=tmp_path, plan=plan, tree=tree)
+    assert done.returncode == 0, done.stderr[-4000:]
+    said = done.stdout.splitlines()[-4:]
     package = "vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm"
     assert said[:2] == [f"{package}.state True", str(rows)]
     assert "does not support KV connectors" in said[2]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm.context import KDARecoverSSMDeferred
 
 from tests.support.kimi_world import Sizes, World, verify
 
@@ -40,7 +41,7 @@ def flush(world: World, slots: list[int], blocks: list[int]) -> None:
         context = groups[0].get_metadata_builder(0).recoverssm_context
         if context is None:
             continue
-        world.fix["context"].KDARecoverSSMDeferred(
+        KDARecoverSSMDeferred(
             record_rows=torch.tensor(slots, dtype=torch.int32, device=device),
             pending=world.state.recoverssm.pending,
             eager=None,

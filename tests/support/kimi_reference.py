@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from vllm.models.kimi_k3.nvidia.ops.recoverssm import (
@@ -11,6 +10,12 @@ from vllm.models.kimi_k3.nvidia.ops.recoverssm import (
     KDARecoverSSMRecords,
     kda_recoverssm_verify,
 )
+from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm.context import (
+    KDADeferredCommitContext,
+    KDARecoverSSMDeferred,
+    allocate_records,
+)
+from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm.kernels import verify_window
 
 HEAD_DIM = 128
 LOWER_BOUND = -5.0
@@ -45,7 +50,7 @@ def recurrence(
 
 
 def errors(
-    fix: Any, *, heads: int, requests: int, window: int, seed: int, device: str
+    *, heads: int, requests: int, window: int, seed: int, device: str
 ) -> dict[str, dict[str, float]]:
     """Return the relative errors of two steps by method: the folded state, and the second step's
     corrections and outputs before rounding (fp32 outputs are asked for)."""
@@ -68,7 +73,7 @@ def errors(
     want = {"state": committed, "corrections": corrections, "outputs": outputs}
     found = {}
     for method in ("stock", "fused"):
-        got = two_steps(fix if method == "fused" else None, steps, a_log, dt_bias, start, accepted)
+        got = two_steps(method == "fused", steps, a_log, dt_bias, start, accepted)
         found[method] = {
             name: float((got[name].double() - want[name]).norm() / want[name].norm())
             for name in want
@@ -77,18 +82,18 @@ def errors(
 
 
 def two_steps(
-    fix: Any,
+    fused: bool,
     steps: list[dict[str, torch.Tensor]],
     a_log: torch.Tensor,
     dt_bias: torch.Tensor,
     start: torch.Tensor,
     accepted: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
-    """Verify, commit, verify: with vLLM's kernels, or with the fix's if it is given."""
+    """Verify, commit, verify: with vLLM's kernels, or with the fused verify."""
     rows, window, heads = steps[0]["beta"].shape
     state, device = start.clone(), start.device
     sizes = (rows, heads, window, HEAD_DIM, torch.float32, device)
-    make = fix["context"].allocate_records if fix else KDARecoverSSMRecords.allocate
+    make = allocate_records if fused else KDARecoverSSMRecords.allocate
     records = make(*sizes)
     conv = torch.zeros(rows + 1, 3 + window - 1, 3 * heads * HEAD_DIM, device=device)
     layer = SimpleNamespace(
@@ -100,7 +105,7 @@ def two_steps(
         head_dim=HEAD_DIM,
         gate_lower_bound=LOWER_BOUND,
     )
-    kind = fix["context"].KDADeferredCommitContext if fix else KDARecoverSSMCommitContext
+    kind = KDADeferredCommitContext if fused else KDARecoverSSMCommitContext
     context = kind.create([layer], spec_query_len=window, max_num_reqs=rows)
     starts = torch.arange(0, rows * window + 1, window, device=device, dtype=torch.int32)
     blocks = torch.arange(1, rows + 1, device=device, dtype=torch.int32)
@@ -110,17 +115,17 @@ def two_steps(
     for number, tokens in enumerate(steps):
         flat = [tokens[name].flatten(0, 1)[None] for name in ("q", "k", "v", "g", "beta")]
         gates = (a_log, dt_bias, LOWER_BOUND, state, records, starts, blocks, window)
-        if fix:
-            step = fix["context"].KDARecoverSSMDeferred(slots, pending, None, context, blocks)
+        if fused:
+            step = KDARecoverSSMDeferred(slots, pending, None, context, blocks)
             folds = step.plan(layer)
             rest = (context.write_rows, rows)
-            out = fix["kernels"].verify_window(*flat, *gates, *rest, folds=folds)
+            out = verify_window(*flat, *gates, *rest, folds)
         else:
             out = kda_recoverssm_verify(*flat, *gates)
         if number == 0:
-            extra = {"record_rows": slots, "pending": pending} if fix else {}
+            extra = {"record_rows": slots, "pending": pending} if fused else {}
             context.commit(accepted, blocks, starts, **extra)
-    written = context.write_rows.long() if fix else slots.long()
+    written = context.write_rows.long() if fused else slots.long()
     corrections = records.correction[written].transpose(1, 2)
     return {
         "state": state[1:],

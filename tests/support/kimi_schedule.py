@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,22 @@ import torch
 
 from tests.support.kimi_compare import Comparison, Graph, flush
 from tests.support.kimi_world import CONV, Row, Sizes, World, verify
+
+# What a long schedule must have met at least once.
+ALWAYS = [
+    "all accepted",
+    "finished pending",
+    "no speculative rows",
+    "padded graph",
+    "preempted with tokens pending",
+    "prefills between verifies",
+    "recycled slot with tokens pending",
+    "resumed",
+    "short window",
+    "warm-up",
+    "zero accepted",
+]
+ALIGNED = [*ALWAYS, "ends on a boundary", "prefix-cache hit"]
 
 
 @dataclass
@@ -36,11 +53,11 @@ class Request:
 
 @dataclass
 class Schedule:
-    """``worlds[0]`` is the stock one; ``comparison`` says how close the others must be."""
+    """``worlds[0]`` is the stock one; ``comparisons`` say how close each other one must be."""
 
     sizes: Sizes
     worlds: list[World]
-    comparison: Comparison
+    comparisons: list[Comparison]
     seed: int
     live: dict[int, Request] = field(default_factory=dict)
     preempted: list[int] = field(default_factory=list)
@@ -228,13 +245,13 @@ class Schedule:
             self.forward(index, rows, requests, accepted, inputs, padded)
             for index in range(len(self.worlds))
         ]
-        for outputs in results[1:]:
+        for comparison, outputs in zip(self.comparisons, results[1:], strict=True):
+            comparison.tokens += self.sizes.window
             for want, got in zip(results[0], outputs, strict=True):
                 if want is not None:
-                    self.comparison.close(want, got, "outputs")
+                    comparison.close(want, got, "outputs")
         for request, row, count in zip(requests, rows, accepted, strict=True):
             request.computed += row.query if row.prefilling else count
-        self.comparison.tokens += self.sizes.window
 
     def count_kinds(self, rows: list[Row], decodes: list[bool], padded: int | None) -> None:
         self.seen["steps"] += 1
@@ -345,24 +362,26 @@ class Schedule:
         for world in self.worlds[1:]:
             for layer, stock in zip(world.all_layers, self.worlds[0].all_layers, strict=True):
                 layer.kv_cache[1].copy_(stock.kv_cache[1])
-        self.comparison.tokens = 0
+        for comparison in self.comparisons:
+            comparison.tokens = 0
         self.seen["flush"] += 1
 
     def compare_block(self, block: int, what: str) -> None:
-        for world in self.worlds[1:]:
+        for comparison, world in zip(self.comparisons, self.worlds[1:], strict=True):
             for layer, stock in zip(world.all_layers, self.worlds[0].all_layers, strict=True):
                 history = [each.kv_cache[0][block, : CONV - 1] for each in (stock, layer)]
                 assert torch.equal(*history), f"{what}: another convolution state"
                 want, got = (each.kv_cache[1][block].float() for each in (stock, layer))
-                self.comparison.close(want, got, what)
+                comparison.close(want, got, what)
 
 
-def drive(sizes: Sizes, fix: Any, *, fused: bool, steps: int, seed: int) -> Schedule:
-    """Drive a stock and a deferred world through ``steps`` random steps."""
+def drive(sizes: Sizes, *, fused: Sequence[bool], steps: int, seed: int) -> Schedule:
+    """Drive a stock world and, for each of ``fused``, a deferred one through random steps."""
     torch.manual_seed(seed)
     np.random.seed(seed)
-    worlds = [World(sizes), World(sizes, fix, fused=fused)]
-    schedule = Schedule(sizes, worlds, Comparison(sizes, exact=not fused), seed)
+    worlds = [World(sizes), *(World(sizes, each) for each in fused)]
+    comparisons = [Comparison(sizes, exact=not each) for each in fused]
+    schedule = Schedule(sizes, worlds, comparisons, seed)
     for _ in range(steps):
         schedule.step()
     schedule.flush_and_compare()

@@ -1,8 +1,9 @@
 """Kimi-K3's KDA layers, builders and model state around vLLM's own code, small enough to drive.
 
-A ``World`` is stock or has the deferred RecoverSSM installed. What vLLM does between the kernels is
-vLLM's: the model state's steps, the metadata builders, the layers' verify. Made up are the weights,
-the prefills (which leave a given state) and the copies across block boundaries, in torch.
+The fix kimi-k3-deferred-recoverssm must be applied. A ``World`` is stock or has it installed. What
+vLLM does between the kernels is vLLM's: the model state's steps, the metadata builders, the layers'
+verify. Made up are the weights, the prefills (which leave a given state) and the copies across
+block boundaries, in torch.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from vllm.models.kimi_k3.nvidia.kda_metadata import (
 )
 from vllm.models.kimi_k3.nvidia.model_state import KimiK3ModelState
 from vllm.models.kimi_k3.nvidia.ops.recoverssm import KDARecoverSSMRecords
+from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm import state as deferred
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.worker.gpu.model_states.recoverssm import RecoverSSMState
 from vllm.v1.worker.utils import AttentionGroup
@@ -222,11 +224,10 @@ def config(sizes: Sizes) -> Any:
 
 @dataclass
 class World:
-    """One model and its runner's state. ``fix``: the fix's modules, None for a stock world."""
+    """One model and its runner's state. ``fused``: None is stock, else whether the verify folds."""
 
     sizes: Sizes
-    fix: Any = None
-    fused: bool = True
+    fused: bool | None = None
     seed: int = 0
     groups: list[list[Layer]] = field(init=False)
 
@@ -237,16 +238,15 @@ class World:
             unpin()
             kda_metadata.stage_spec_decode_metadata = stage
             kda.causal_conv1d_update = convolve
-            if self.fix is not None:
-                self.fix["state"].causal_conv1d_update = convolve
+            deferred.causal_conv1d_update = convolve
         self.config = config(s)
         self.groups = [
             [Layer(s, self.seed + 100 * g + n) for n in range(s.layers)] for g in range(s.groups)
         ]
         self.all_layers = [layer for layers in self.groups for layer in layers]
-        if self.fix is not None:
+        if self.fused is not None:
             decoders = [SimpleNamespace(self_attn=layer) for layer in self.all_layers]
-            self.fix["state"].install_layers(decoders, fused=self.fused)
+            deferred.install_layers(decoders, fused=self.fused)
         self.table = torch.zeros(s.slots, s.columns, dtype=torch.int32, device=device)
         self.input_table = torch.zeros_like(self.table)
         self.aligned = torch.zeros(s.slots, 1, dtype=torch.int32, device=device)
@@ -262,8 +262,8 @@ class World:
         self.attn_groups = [self._group(g, device) for g in range(s.groups)]
         self.kv_config = SimpleNamespace(kv_cache_groups=[None] * s.groups)
         self.state = self._model_state(device)
-        if self.fix is not None:
-            self.fix["state"].install_model_state(self.state)
+        if self.fused is not None:
+            deferred.install_model_state(self.state)
 
     def _group(self, index: int, device: torch.device) -> list[AttentionGroup]:
         names = [f"{index}.{n}" for n in range(self.sizes.layers)]
