@@ -62,8 +62,8 @@ class Case:
         return passes * states + activations + written + read
 
 
-# A method is "stock", "flush", or a fused verify: kernel/values a program/key splits/warps. At 128
-# state values a thread (32 values a program on one warp) compilation takes longer than all of these.
+# A method is "stock", "flush", or a fused verify: kernel/values a program/key splits/warps. Not
+# more than 64 state values a thread: with 128, a compilation takes longer than all of these.
 SWEEPS = {
     Case(64, 128, 8): (
         *("seq/8/4/1", "seq/16/1/1", "seq/16/2/1", "seq/16/4/1", "seq/16/8/1"),
@@ -363,12 +363,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows += found
         keep(rows, ceiling, options.save)
     methods = ("stock", "flush", *fused)
-    if seconds_used() < options.seconds:
-        compile_for(itertools.product(cases, methods), options.workers)
-    print(f"{seconds_used():.0f} s: {' '.join(methods)} at every size", flush=True)
-    for case in cases:
-        rows += measure(case, methods, ceiling, options.seconds)
-        torch.cuda.empty_cache()
+    first = len(options.requests)  # of the sizes that a sweep has compiled
+    for group in (cases[:first], cases[first:]):
+        if seconds_used() < options.seconds:
+            compile_for(itertools.product(group, methods), options.workers)
+            print(f"{seconds_used():.0f} s: compiled {' '.join(methods)}", flush=True)
+        for case in group:
+            rows += measure(case, methods, ceiling, options.seconds)
+            torch.cuda.empty_cache()
     keep(rows, ceiling, options.save)
     return 0
 
