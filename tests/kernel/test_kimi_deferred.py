@@ -15,6 +15,7 @@ from vllm_overlay.upstream import Tree
 FIX = FIXES / "kimi-k3-deferred-recoverssm"
 NAMES = [
     "folds_happen_once",
+    "a_flush_writes_no_old_boundary",
     "counts_are_set_and_cleared",
     "streamed_input",
     "installing",

@@ -100,6 +100,22 @@ def folds_happen_once() -> None:
         assert world.state.recoverssm.pending.tolist()[:2] == [3, 3]  # other groups read it
 
 
+def a_flush_writes_no_old_boundary() -> None:
+    """What an eager commit has noted for a slot's last owner is not written by a later flush."""
+    (_, world), inputs = prepared(small(), fused=False)
+    world.table[:2, 1:] = torch.tensor([[3], [4]])
+    one_step(world, [Row(0, 12, 3, 2), Row(1, 12, 3, 2)], inputs(6), [2, 3])
+    for groups in world.attn_groups:
+        made = groups[0].get_metadata_builder(0).recoverssm_context
+        made.due_boundaries.fill_(9)
+        made.due_boundary_lens.fill_(1)
+    before = states(world)
+    flush(world, [0, 1], [1, 2])
+    for old, new in zip(before, states(world), strict=True):
+        assert not torch.equal(old[1:3], new[1:3])
+        assert torch.equal(old[9], new[9])
+
+
 def counts_are_set_and_cleared() -> None:
     """A commit sets a count, also to 0; a new request clears its slot's and no other."""
     (_, world), inputs = prepared(small(mode="none"), fused=True)
@@ -173,6 +189,7 @@ def against_float64() -> None:
 
 CASES = (
     folds_happen_once,
+    a_flush_writes_no_old_boundary,
     counts_are_set_and_cleared,
     streamed_input,
     installing,
