@@ -1,4 +1,4 @@
-"""Kimi-K3's KDA verify and commit on a GPU: stock, deferred with a flush, deferred and fused.
+"""Kimi-K3's KDA verify and commit on a GPU: stock, deferred with a flush, fused in two ways.
 
 One layer's step as the engine runs it: a verify of every request's window, then the commit of the
 accepted tokens (random, half a window on average); timed as replayed CUDA graphs, caches cold. On a
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +26,12 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 from vllm.models.kimi_k3.nvidia.ops import recoverssm as stock
-from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm import chunk, context, kernels
+from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm import (
+    chunk,
+    context,
+    kernels,
+    sequential,
+)
 
 from bench.record import RESULTS, save
 
@@ -62,19 +67,7 @@ class Case:
         return passes * states + activations + written + read
 
 
-# A method is "stock", "flush", or a fused verify: kernel/values a program/key splits/warps. Not
-# more than 64 state values a thread: with 128, a compilation takes longer than all of these.
-SWEEPS = {
-    Case(64, 128, 8): (
-        *("seq/8/4/1", "seq/16/1/1", "seq/16/2/1", "seq/16/4/1", "seq/16/8/1"),
-        *("seq/32/4/2", "chunk/32/4/2"),
-        *("chunk/8/4/1", "chunk/16/1/1", "chunk/16/4/1", "chunk/16/8/1"),
-    ),
-    Case(12, 64, 5): (
-        *("seq/8/4/1", "seq/16/4/1", "seq/32/4/2"),
-        *("chunk/8/4/1", "chunk/16/4/1", "chunk/32/4/2"),
-    ),
-}
+METHODS = ("stock", "flush", "sequential", "chunk")  # the last two: the fused verify's kernels
 
 
 class Steps:
@@ -153,9 +146,8 @@ class Steps:
             made.keep(records, requests)
 
         def verify_fused() -> None:
-            kind, *shape = method.split("/")
-            verify = kernels.verify_window if kind == "seq" else chunk.verify_chunk
-            verify(*inputs, *kept, kernels.Launch(*map(int, shape)))
+            verify = chunk.verify_chunk if method == "chunk" else sequential.verify_sequential
+            verify(*inputs, *kept)
 
         def commit() -> None:
             step = {"record_rows": self.slots, "pending": self.pending}
@@ -220,54 +212,43 @@ def copy_ceiling() -> float:
     return moved / ms
 
 
-def measure(
-    case: Case, methods: Iterable[str], ceiling: float, until: float, *, check: bool = False
-) -> list[Json]:
-    """Measure the methods, stock first; ``ceiling`` in bytes a ms.
+def measure(case: Case, ceiling: float, until: float) -> list[Json]:
+    """Measure the methods: times, and how far states and outputs are from stock's by their norm.
 
-    Begins none after ``until`` seconds of the process. ``check``: also how far states and outputs
-    are from stock's, relative to their norm.
+    ``ceiling`` in bytes a ms. Begins nothing after ``until`` seconds of the process.
     """
     if seconds_used() > until:
         print(f"{seconds_used():.0f} s: no time for {case}", flush=True)
         return []
     steps = Steps(case)
-    start = steps.state.clone() if check else None
+    start = steps.state.clone()
     want: Sequence[torch.Tensor] = ()
     rows: list[Json] = []
-    for method in methods:
+    for method in METHODS:
         if seconds_used() > until:
             print(f"{seconds_used():.0f} s: no time for {case} {method}", flush=True)
             break
         row: Json = {**case.__dict__, "method": method}
         rows.append(row)
-        try:
-            if start is not None:
-                got = steps.outcome(method, start)
-                want = want or got
-                row["error"] = [
-                    float((a.float() - b.float()).norm() / b.float().norm())
-                    for a, b in zip(got, want, strict=True)
-                ]
-            row |= times(steps.parts(method))
-            row["x_stock"] = round(row["step"] / rows[0]["step"], 3)
-            row["of_copy"] = round(case.step_bytes(method) / row["step"] / ceiling, 3)
-        except Exception as error:  # a shape that does not compile is a result
-            row["failed"] = f"{type(error).__name__}: {error}"[:100]
+        got = steps.outcome(method, start)
+        want = want or got
+        row["error"] = [
+            float((a.float() - b.float()).norm() / b.float().norm())
+            for a, b in zip(got, want, strict=True)
+        ]
+        row |= times(steps.parts(method))
+        row["x_stock"] = round(row["step"] / rows[0]["step"], 3)
+        row["of_copy"] = round(case.step_bytes(method) / row["step"] / ceiling, 3)
         print(case, shown(row), flush=True)
     return rows
 
 
 def shown(row: Json) -> str:
-    if "failed" in row:
-        return f"{row['method']:<13} {row['failed']}"
     parts = [name for name in ("plan", "flush", "verify", "commit") if name in row]
     text = f"{row['method']:<13} {row['step']:.4f} ms  x {row['x_stock']:.2f}  "
     text += f"{row['of_copy']:.0%} of copy  ("
     text += " ".join(f"{name} {row[name]:.4f}" for name in parts) + ")"
-    if "error" in row:
-        text += "  states {:.1e} outputs {:.1e} from stock's".format(*row["error"])
-    return text
+    return text + "  states {:.1e} outputs {:.1e} from stock's".format(*row["error"])
 
 
 @contextmanager
@@ -285,28 +266,16 @@ def only_compiled() -> Iterator[None]:
         JITFunction.run = launch
 
 
-def compile_for(wanted: Iterable[tuple[Case, str]], workers: int, device: str = "cuda") -> float:
-    """Compile what the methods launch for the cases, in threads; return the seconds it took."""
+def compile_for(cases: Iterable[Case], workers: int, device: str = "cuda") -> float:
+    """Compile what the cases launch, in threads; return the seconds it took."""
     began = time.monotonic()
-    kinds = {(Case(case.heads, 2, case.window, case.dtype), method) for case, method in wanted}
+    few = {replace(case, requests=2) for case in cases}
     pool = ThreadPoolExecutor(workers)
     with only_compiled(), triton.AsyncCompileMode(pool, ignore_errors=True):
-        for case, method in sorted(kinds, key=str):
+        for case, method in itertools.product(sorted(few, key=str), METHODS):
             run(Steps(case, device).parts(method))
     pool.shutdown()
     return time.monotonic() - began
-
-
-def best(rows: Iterable[Json]) -> list[str]:
-    """Return the fastest shape of each kernel, the fastest first."""
-    fused = sorted((r for r in rows if "/" in r["method"] and "verify" in r), key=verify_ms)
-    first = {row["method"].split("/")[0]: row["method"] for row in reversed(fused)}
-    return [row["method"] for row in fused if row["method"] in first.values()]
-
-
-def verify_ms(row: Json) -> float:
-    ms: float = row["verify"]
-    return ms
 
 
 def seconds_used() -> float:
@@ -333,10 +302,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--heads", type=numbers, default=[64, 12])
-    parser.add_argument("--requests", type=numbers, default=[128, 8, 64, 256])
+    parser.add_argument("--requests", type=numbers, default=[8, 16, 64, 128, 256])
     parser.add_argument("--windows", type=numbers, default=[8, 5])
-    parser.add_argument("--dtypes", default="fp32")
-    parser.add_argument("--sweep", action="store_true", help="first, the fused verify's shapes")
+    parser.add_argument("--dtypes", default="fp32,bf16")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing after so many")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="that compile")
     parser.add_argument("--save", type=Path, nargs="?", const=RESULTS, help="keep the rows there")
@@ -345,31 +313,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.windows, options.heads, options.requests, options.dtypes.split(",")
     )
     cases = [Case(h, n, w, d) for w, h, n, d in kinds]
-    shape = kernels.FUSED_LAUNCH
-    fused = [f"seq/{shape.block_v}/{shape.splits}/{shape.warps}"]
     ceiling = copy_ceiling()
     print(f"{seconds_used():.0f} s: copy {ceiling / 1e9:.2f} TB/s", flush=True)
+    took = compile_for(cases, options.workers)
+    print(f"{seconds_used():.0f} s: compiled in {took:.0f} s", flush=True)
     rows: list[Json] = []
-    if options.sweep:
-        sweeps = {case: ("stock", "flush", *shapes) for case, shapes in SWEEPS.items()}
-        wanted = [(case, method) for case, methods in sweeps.items() for method in methods]
-        took = compile_for(wanted, options.workers)
-        print(f"{seconds_used():.0f} s: compiled in {took:.0f} s", flush=True)
-        for case, methods in sweeps.items():
-            found = measure(case, methods, ceiling, options.seconds, check=True)
-            print(f"{seconds_used():.0f} s: {case} fastest verify: {' '.join(best(found))}")
-            fused = fused if rows else best(found)  # of the larger case
-            rows += found
-        keep(rows, ceiling, options.save)
-    methods = ("stock", "flush", *fused)
-    first = len(options.requests)  # of the sizes that a sweep has compiled
-    for group in (cases[:first], cases[first:]):
-        if seconds_used() < options.seconds:
-            compile_for(itertools.product(group, methods), options.workers)
-            print(f"{seconds_used():.0f} s: compiled {' '.join(methods)}", flush=True)
-        for case in group:
-            rows += measure(case, methods, ceiling, options.seconds)
-            torch.cuda.empty_cache()
+    for case in cases:
+        rows += measure(case, ceiling, options.seconds)
+        torch.cuda.empty_cache()
     keep(rows, ceiling, options.save)
     return 0
 

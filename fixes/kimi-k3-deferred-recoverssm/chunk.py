@@ -15,9 +15,9 @@ from __future__ import annotations
 import torch
 from vllm.models.kimi_k3.nvidia.ops.recoverssm import KDARecoverSSMRecords, _kda_gate
 from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm.kernels import (
+    BLOCK_V,
     Folds,
-    Launch,
-    _unit,
+    unit,
 )
 from vllm.triton_utils import tl, triton
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
@@ -55,6 +55,7 @@ def window_kernel(
     PADDED: tl.constexpr,
     USE_LOWER_BOUND: tl.constexpr,
 ):
+    """One head of one row: the window's vectors and products, the folds' keys; records the keys."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     bos = tl.load(query_start_loc_ptr + row).to(tl.int64)
@@ -82,7 +83,7 @@ def window_kernel(
         t = due - 1 - back
         k = tl.load(old_kg + t * stride_key_gate_token + offs_k).to(tl.float32)
         g = tl.load(old_kg + t * stride_key_gate_token + K + offs_k).to(tl.float32)
-        tl.store(folds + t * K + offs_k, _unit(k) * after)
+        tl.store(folds + t * K + offs_k, unit(k) * after)
         after *= tl.exp(_kda_gate(g, dt_bias, a, lower_bound, USE_LOWER_BOUND))
     tl.store(folds + WINDOW * K + offs_k, after)
     for t in tl.static_range(WINDOW):
@@ -93,7 +94,7 @@ def window_kernel(
         g = tl.load(raw_g_ptr + token * stride_g + head * K + offs_k, mask=valid, other=0.0)
         query = q.to(tl.float32)
         query *= tl.rsqrt(tl.sum(query * query) + 1e-6) * (K**-0.5)
-        key = _unit(k.to(tl.float32))
+        key = unit(k.to(tl.float32))
         decay = tl.exp(_kda_gate(g.to(tl.float32), dt_bias, a, lower_bound, USE_LOWER_BOUND))
         before *= decay
         carried *= decay[None, :]
@@ -140,14 +141,13 @@ def solve_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     BV: tl.constexpr,
-    SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
     PADDED: tl.constexpr,
 ):
+    """One head's block of ``BV`` values of one row: fold and write the checkpoint, solve."""
     block = tl.program_id(0)
     row = tl.program_id(1)
     head = tl.program_id(2)
-    KS: tl.constexpr = K // SPLITS
     bos = tl.load(query_start_loc_ptr + row).to(tl.int64)
     length = tl.load(query_start_loc_ptr + row + 1) - bos
     state_index = tl.load(state_indices_ptr + row * stride_state_indices).to(tl.int64)
@@ -161,19 +161,18 @@ def solve_kernel(
         return
     write_row = tl.load(write_rows_ptr + row).to(tl.int64)
     write_row = tl.where(write_row < 0, scratch_row, write_row)
-    k_split = tl.arange(0, SPLITS)[:, None, None] * KS + tl.arange(0, KS)[None, None, :]
     state_ptrs = state_ptr + state_index * stride_state + head * stride_state_head
-    state_ptrs += offs_v[None, :, None] * stride_state_v + k_split * stride_state_k
+    state_ptrs += offs_v[:, None] * stride_state_v + offs_k[None, :] * stride_state_k
     due = tl.load(fold_lens_ptr + row)
     read_row = tl.load(read_rows_ptr + row).to(tl.int64)
     old_u = correction_ptr + read_row * stride_correction + head * stride_correction_head
     this = row.to(tl.int64) * H + head
     folds = folds_ptr + this * (WINDOW + 1) * K
-    after = tl.reshape(tl.load(folds + WINDOW * K + offs_k), (SPLITS, 1, KS))
+    after = tl.load(folds + WINDOW * K + offs_k)[None, :]
     state = tl.load(state_ptrs).to(tl.float32) * after
     for t in range(due):
         old = tl.load(old_u + t * stride_correction_token + offs_v)
-        state += old[None, :, None] * tl.reshape(tl.load(folds + t * K + offs_k), (SPLITS, 1, KS))
+        state += old[:, None] * tl.load(folds + t * K + offs_k)[None, :]
     stored = state.to(state_ptr.dtype.element_ty)
     tl.store(state_ptrs, stored, mask=due > 0)
     state = stored.to(tl.float32)
@@ -187,15 +186,15 @@ def solve_kernel(
         token = bos + t
         v = tl.load(v_ptr + token * stride_v + head * V + offs_v, mask=valid, other=0.0)
         beta = tl.load(raw_beta_ptr + token * stride_beta + head, mask=valid, other=0.0)
-        key = tl.reshape(tl.load(vectors + t * 2 * K + offs_k), (SPLITS, 1, KS))
-        query = tl.reshape(tl.load(vectors + t * 2 * K + K + offs_k), (SPLITS, 1, KS))
+        key = tl.load(vectors + t * 2 * K + offs_k)[None, :]
+        query = tl.load(vectors + t * 2 * K + K + offs_k)[None, :]
         by_key = tl.load(products + t * 2 * PADDED + offs_t)
         by_query = tl.load(products + t * 2 * PADDED + PADDED + offs_t)
-        u = v.to(tl.float32) - tl.sum(tl.sum(state * key, axis=0), axis=1)
+        u = v.to(tl.float32) - tl.sum(state * key, axis=1)
         u -= tl.sum(known * by_key[:, None], axis=0)
         u *= tl.sigmoid(beta.to(tl.float32))
         known = tl.where(offs_t[:, None] == t, u[None, :], known)
-        out = tl.sum(tl.sum(state * query, axis=0), axis=1)
+        out = tl.sum(state * query, axis=1)
         out += tl.sum(known * by_query[:, None], axis=0)
         tl.store(out_ptr + token * stride_out + head * V + offs_v, out, mask=valid & (offs_v < V))
         tl.store(new_u + t * stride_correction_token + offs_v, u, mask=valid & (offs_v < V))
@@ -219,8 +218,8 @@ def verify_chunk(
     scratch_row: int,
     folds: Folds,
     out: torch.Tensor,
-    launch: Launch,
 ) -> torch.Tensor:
+    """``verify.verify_window`` by these kernels, its operands checked."""
     _, _, heads, key_dim = q.shape
     value_dim, rows = v.shape[-1], state_indices.shape[0]
     padded = triton.next_power_of_2(spec_query_len)
@@ -264,8 +263,7 @@ def verify_chunk(
         USE_LOWER_BOUND=lower_bound is not None,
         num_warps=1,
     )
-    block_v = min(launch.block_v, value_dim)
-    solve_kernel[(value_dim // block_v, rows, heads)](
+    solve_kernel[(value_dim // BLOCK_V, rows, heads)](
         v,
         raw_beta,
         vectors,
@@ -289,8 +287,7 @@ def verify_chunk(
         state_indices.stride(0),
         **constants,
         V=value_dim,
-        BV=block_v,
-        SPLITS=launch.splits,
-        num_warps=launch.warps,
+        BV=BLOCK_V,
+        num_warps=1,
     )
     return out

@@ -23,7 +23,7 @@ from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm.context import (
     KDARecoverSSMDeferred,
     allocate_records,
 )
-from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm.kernels import verify_window
+from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm.verify import verify_window
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.worker.gpu.model_states.recoverssm import RecoverSSMState

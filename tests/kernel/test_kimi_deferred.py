@@ -14,6 +14,7 @@ from vllm_overlay.upstream import Tree
 
 FIX = FIXES / "kimi-k3-deferred-recoverssm"
 NAMES = [
+    "kernels_by_size",
     "folds_happen_once",
     "a_flush_writes_no_old_boundary",
     "counts_are_set_and_cleared",

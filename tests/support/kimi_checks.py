@@ -6,6 +6,8 @@ import copy
 import json
 import sys
 import traceback
+from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,16 +15,23 @@ import tests.support.interpreter  # noqa: F401 (before vLLM)
 
 # isort: split
 import torch
-from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm import context, kernels, state
+from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm import context, state
+from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm import verify as folding
 
 from tests.support.kimi_compare import flush
-from tests.support.kimi_reference import errors
+from tests.support.kimi_reference import FUSED, errors
 from tests.support.kimi_schedule import ALIGNED, ALWAYS, Schedule, drive
 from tests.support.kimi_world import Row, Sizes, World, verify
 
+MEASURED = Path(__file__).parents[2] / "bench" / "results" / "kda-deferred-2026-11-30.json"
+KERNELS = {"seq/16/1/1": "sequential", "chunk/16/1/1": "chunk"}  # as measured, as named here
+
 
 def small(**changes: Any) -> Sizes:
-    return Sizes(**{"heads": 1, "num_spec": 2, "block": 32, "columns": 8, **changes})
+    """Two value blocks a head."""
+    return Sizes(
+        **{"heads": 1, "head_dim": 32, "num_spec": 2, "block": 32, "columns": 8, **changes}
+    )
 
 
 def aligned_schedule() -> None:
@@ -36,10 +45,21 @@ def schedule_without_prefix_cache() -> None:
 
 
 def schedule(sizes: Sizes, wanted: list[str], *, steps: int, seed: int) -> None:
-    """Drive a long schedule, with two value blocks a head where it is fused."""
-    kernels.FUSED_LAUNCH = kernels.Launch(block_v=8, splits=4, warps=1)
-    seen = drive(sizes, fused=(False, True), steps=steps, seed=seed).seen
+    """Drive a long schedule whose fused verifies change between the two kernels."""
+    used: Counter[Any] = Counter()
+
+    def by_rows(rows: int, heads: int) -> Any:
+        kernel = FUSED["chunk" if rows > 2 else "sequential"]
+        used[kernel] += 1
+        return kernel
+
+    choose, folding.kernel_for = folding.kernel_for, by_rows
+    try:
+        seen = drive(sizes, fused=(False, True), steps=steps, seed=seed).seen
+    finally:
+        folding.kernel_for = choose
     assert not [kind for kind in wanted if not seen[kind]], seen
+    assert len(used) == len(FUSED), used
 
 
 def one_step(
@@ -169,6 +189,19 @@ def installing() -> None:
     assert vars(cute) == kept
 
 
+def kernels_by_size() -> None:
+    """At each size that was measured, the kernel that was the faster."""
+    steps: dict[tuple[int, int, int], dict[str, float]] = {}
+    for row in json.loads(MEASURED.read_text())["rows"]:
+        size = (row["requests"], row["heads"], row["window"])
+        steps.setdefault(size, {})[row["method"]] = row["step"]
+    both = {size: taken for size, taken in steps.items() if KERNELS.keys() <= taken.keys()}
+    assert len(both) == 16
+    for (requests, heads, _), taken in both.items():
+        faster = min(KERNELS, key=taken.__getitem__)
+        assert folding.kernel_for(requests, heads) is FUSED[KERNELS[faster]]
+
+
 def records_come_first() -> None:
     """A commit context that would take the stock records' addresses is refused."""
     layer = World(small()).all_layers[0]
@@ -183,11 +216,13 @@ def records_come_first() -> None:
 
 def against_float64() -> None:
     found = errors(heads=1, requests=3, window=3, seed=1, device="cpu")
-    for what, error in found["fused"].items():
-        assert error <= 2 * found["stock"][what], json.dumps(found)
+    for kernel in FUSED:
+        for what, error in found[kernel].items():
+            assert error <= 2 * found["stock"][what], json.dumps(found)
 
 
 CASES = (
+    kernels_by_size,
     folds_happen_once,
     a_flush_writes_no_old_boundary,
     counts_are_set_and_cleared,

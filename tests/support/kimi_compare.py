@@ -64,16 +64,20 @@ class Comparison:
         """Compare the last axis as vectors, bit for bit or within the derived bound.
 
         A token's linear map of a state row has norm at most 1 (decays and an unit key), so errors
-        add up. One token's own error is at most (K + 48) roundings of the row's and the token's
-        values: a sum over K, a handful of products, and the gate's exponential of at most 5; twice,
-        for both worlds. A bfloat16 state adds a rounding of 2**-8, an output one of its own type.
+        add up. One token's own error, in roundings of the row's size: token by token at most
+        K + 48, a sum over K, a handful of products, and the gate's exponential of at most 5. In a
+        chunk of W tokens it has up to W such sums, of the state and of corrections of at most
+        twice the size, each with up to W decays multiplied, 8 roundings a decay:
+        2 W (K + 48 + 8 W). A bfloat16 state adds a rounding of 2**-8, an output one of its type.
+        States are made of normal values, so a row's size is about the root of K.
         """
         if self.exact:
             assert torch.equal(want, got), f"{what} differ by {(want - got).abs().max()}"
             return
-        size = max(want.norm(dim=-1).max().item(), 4.0)
-        tokens = self.tokens + 2 * self.sizes.window
-        part = 2 * (self.sizes.head_dim + 48) * EPS * tokens
+        window, own = self.sizes.window, self.sizes.head_dim + 48
+        size = max(want.norm(dim=-1).max().item(), 2 * self.sizes.head_dim**0.5)
+        tokens = self.tokens + 2 * window
+        part = (own + 2 * window * (own + 8 * window)) * EPS * tokens
         if self.sizes.dtype == torch.bfloat16:
             part += 2.0**-8 * tokens
         if self.sizes.activation == torch.bfloat16:

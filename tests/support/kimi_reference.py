@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
@@ -10,15 +11,20 @@ from vllm.models.kimi_k3.nvidia.ops.recoverssm import (
     KDARecoverSSMRecords,
     kda_recoverssm_verify,
 )
+from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm.chunk import verify_chunk
 from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm.context import (
     KDADeferredCommitContext,
     KDARecoverSSMDeferred,
     allocate_records,
 )
-from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm.kernels import verify_window
+from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm.sequential import verify_sequential
 
 HEAD_DIM = 128
 LOWER_BOUND = -5.0
+FUSED: dict[str, Callable[..., torch.Tensor]] = {
+    "sequential": verify_sequential,
+    "chunk": verify_chunk,
+}
 
 
 def recurrence(
@@ -72,8 +78,8 @@ def errors(
     _, corrections, outputs = recurrence(committed, steps[1], a_log, dt_bias)
     want = {"state": committed, "corrections": corrections, "outputs": outputs}
     found = {}
-    for method in ("stock", "fused"):
-        got = two_steps(method == "fused", steps, a_log, dt_bias, start, accepted)
+    for method in ("stock", *FUSED):
+        got = two_steps(FUSED.get(method), steps, a_log, dt_bias, start, accepted)
         found[method] = {
             name: float((got[name].double() - want[name]).norm() / want[name].norm())
             for name in want
@@ -82,14 +88,14 @@ def errors(
 
 
 def two_steps(
-    fused: bool,
+    fused: Callable[..., torch.Tensor] | None,
     steps: list[dict[str, torch.Tensor]],
     a_log: torch.Tensor,
     dt_bias: torch.Tensor,
     start: torch.Tensor,
     accepted: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
-    """Verify, commit, verify: with vLLM's kernels, or with the fused verify."""
+    """Verify, commit, verify: with vLLM's kernels, or with a fused verify."""
     rows, window, heads = steps[0]["beta"].shape
     state, device = start.clone(), start.device
     sizes = (rows, heads, window, HEAD_DIM, torch.float32, device)
@@ -119,7 +125,7 @@ def two_steps(
             step = KDARecoverSSMDeferred(slots, pending, None, context, blocks)
             folds = step.plan(layer)
             rest = (context.write_rows, rows)
-            out = verify_window(*flat, *gates, *rest, folds)
+            out = fused(*flat, *gates, *rest, folds, torch.empty_like(flat[2]))
         else:
             out = kda_recoverssm_verify(*flat, *gates)
         if number == 0:
