@@ -33,7 +33,7 @@ from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm import (
     sequential,
 )
 
-from bench.record import RESULTS, save
+from vllm_overlay.bench.record import RESULTS, save
 
 HEAD_DIM = 128
 LOWER_BOUND = -5.0
