@@ -37,7 +37,7 @@ def resolved(place: Path, variant: str, monkeypatch: pytest.MonkeyPatch) -> Reso
     return resolve(Request("kimi-k3", variant, (), environ, folders))
 
 
-@pytest.mark.parametrize("variant", ["tp16-dcp8", "tp16-dcp8-stock"])
+@pytest.mark.parametrize("variant", ["tp16-dcp8", "exact", "tp16-dcp8-stock"])
 def test_kimi_k3(place: Path, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = resolved(place, variant, monkeypatch)
     assert found.errors == ()
@@ -46,9 +46,12 @@ def test_kimi_k3(place: Path, variant: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert (serve["tensor-parallel-size"], serve["decode-context-parallel-size"]) == (16, 8)
     assert serve["speculative-config"]["num_speculative_tokens"] == 4
     assert serve["speculative-config"]["method"] == "dspark"
-    if variant == "tp16-dcp8":
+    if variant != "tp16-dcp8-stock":
         assert verdicts["kimi-k3-replayssm"] == "upstreamed"
+        assert verdicts["kimi-k3-deferred-recoverssm"] == "apply"
+        values = {fix.name: fix.value for fix in found.plan.fixes}
+        assert values["kimi-k3-deferred-recoverssm"] == ("flush" if variant == "exact" else "1")
         assert RECOVERSSM.items() <= serve.items()
     else:
-        assert "kimi-k3-replayssm" not in verdicts
+        assert not [name for name in verdicts if name.startswith("kimi-k3-")]
         assert (RECOVERSSM | {"use-replayssm": False}).items() <= serve.items()

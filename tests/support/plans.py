@@ -19,7 +19,8 @@ def write_fixes_plan(
 ) -> Path:
     """Plan the fixes of a folder, all of which must apply, and return the plan's path.
 
-    ``tree`` is the installed vLLM unless given; ``names`` are all of the folder's.
+    ``tree`` is the installed vLLM unless given; ``names`` are all of the folder's. Flags have
+    their defaults.
     """
     tree = tree or installed_tree()
     chosen = [fix for fix in load_fixes(fixes).values() if names is None or fix.name in names]
@@ -31,8 +32,8 @@ def write_fixes_plan(
         PlannedFix(
             name=item.fix.name,
             verdict="apply",
-            flag=None,
-            value=None,
+            flag=item.fix.flag.name if item.fix.flag else None,
+            value=item.fix.flag.default if item.fix.flag else None,
             value_from="recipe",
             reasons=(),
             targets=tuple(dataclasses.asdict(target) for target in item.targets),

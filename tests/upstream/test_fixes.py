@@ -39,6 +39,7 @@ def verdicts(tree: Tree) -> dict[str, str]:
             "0.33.0",
             {
                 "glm5next-recoverssm": "apply",
+                "kimi-k3-deferred-recoverssm": "apply",
                 "kimi-k3-replayssm": "upstreamed",
                 "overlay-route": "apply",
                 "truncate-to-fit": "upstreamed",

@@ -1,0 +1,79 @@
+"""The deferred RecoverSSM on a GPU at real head sizes, beside vLLM's own kernels.
+
+Needs a GPU, and vLLM with the fix applied:
+``python -m tests.support.with_fixes kimi-k3-deferred-recoverssm python -m pytest tests/gpu -n 14``
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("no GPU", allow_module_level=True)
+
+
+def sizes(**changes: Any) -> Any:
+    from tests.support.kimi_world import Sizes
+
+    real = {
+        "heads": 6,
+        "head_dim": 128,
+        "num_spec": 4,
+        "layers": 2,
+        "slots": 4,
+        "block": 48,
+        "blocks": 64,
+        "activation": torch.bfloat16,
+        "device": "cuda",
+    }
+    return Sizes(**{**real, **changes})
+
+
+def both_kernels(monkeypatch: pytest.MonkeyPatch, *, heads: int) -> None:
+    """Run the chunk kernels from three rows on, the sequential one below."""
+    from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm import verify
+
+    monkeypatch.setattr(verify, "CHUNK_FROM", 3 * heads)
+
+
+@pytest.mark.parametrize("mode", ["none", "align"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("fused", [False, True], ids=["flush", "fused"])
+def test_long_schedules(
+    mode: str, dtype: torch.dtype, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.support.kimi_schedule import ALIGNED, ALWAYS, drive
+
+    both_kernels(monkeypatch, heads=6)
+    done = drive(sizes(mode=mode, dtype=dtype), fused=[fused], steps=50, seed=1)
+    wanted = ALIGNED if mode == "align" else ALWAYS
+    assert not [kind for kind in wanted if not done.seen[kind]], done.seen
+    worst = done.comparisons[0].worst
+    print(f"{mode} {dtype} fused={fused}: {dict(done.seen)}, worst {worst:.2e} of the bound")
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["flush", "fused"])
+def test_a_window_of_eight(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.support.kimi_schedule import ALIGNED, drive
+
+    both_kernels(monkeypatch, heads=12)
+    wide = sizes(num_spec=7, heads=12, slots=6, blocks=80, lower_bound=None)
+    done = drive(wide, fused=[fused], steps=30, seed=2)
+    assert not [kind for kind in ALIGNED if not done.seen[kind]], done.seen
+    worst = done.comparisons[0].worst
+    print(f"window 8, fused={fused}: {dict(done.seen)}, worst {worst:.2e} of the bound")
+
+
+@pytest.mark.parametrize("window", [5, 8])
+def test_errors_against_float64(window: int) -> None:
+    """A fold and a verify from one state: the fused kernels err at most twice as the stock ones."""
+    from tests.support.kimi_reference import FUSED, errors
+
+    found = errors(heads=6, requests=16, window=window, seed=window, device="cuda")
+    print(f"window {window}: {found}")
+    for kernel in FUSED:
+        for what in ("state", "corrections", "outputs"):
+            assert found[kernel][what] <= 2 * found["stock"][what], found

@@ -1,0 +1,250 @@
+"""What tests/kernel asks of the deferred RecoverSSM; each function runs in Triton's interpreter."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import traceback
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import tests.support.interpreter  # noqa: F401 (before vLLM)
+
+# isort: split
+import torch
+from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm import context, state
+from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm import verify as folding
+
+from tests.support.kimi_compare import flush
+from tests.support.kimi_reference import FUSED, errors
+from tests.support.kimi_schedule import ALIGNED, ALWAYS, Schedule, drive
+from tests.support.kimi_world import Row, Sizes, World, verify
+
+MEASURED = Path(__file__).parents[2] / "bench" / "results" / "kda-deferred-2026-11-30.json"
+KERNELS = {"seq/16/1/1": "sequential", "chunk/16/1/1": "chunk"}  # as measured, as named here
+
+
+def small(**changes: Any) -> Sizes:
+    """Two value blocks a head."""
+    return Sizes(
+        **{"heads": 1, "head_dim": 32, "num_spec": 2, "block": 32, "columns": 8, **changes}
+    )
+
+
+def aligned_schedule() -> None:
+    """With a flush every bit is stock's; fused, every error is within the derived bound."""
+    schedule(small(), ALIGNED, steps=24, seed=3)
+
+
+def schedule_without_prefix_cache() -> None:
+    free = small(mode="none", block=8, groups=1, dtype=torch.bfloat16, lower_bound=None)
+    schedule(free, ALWAYS, steps=16, seed=3)
+
+
+def schedule(sizes: Sizes, wanted: list[str], *, steps: int, seed: int) -> None:
+    """Drive a long schedule whose fused verifies change between the two kernels."""
+    used: Counter[Any] = Counter()
+
+    def by_rows(rows: int, heads: int) -> Any:
+        kernel = FUSED["chunk" if rows > 2 else "sequential"]
+        used[kernel] += 1
+        return kernel
+
+    choose, folding.kernel_for = folding.kernel_for, by_rows
+    try:
+        seen = drive(sizes, fused=(False, True), steps=steps, seed=seed).seen
+    finally:
+        folding.kernel_for = choose
+    assert not [kind for kind in wanted if not seen[kind]], seen
+    assert len(used) == len(FUSED), used
+
+
+def one_step(
+    world: World, rows: list[Row], inputs: Any, accepted: list[int], times: int = 1
+) -> Any:
+    """Run a step whose forward runs ``times`` times from the same convolution states."""
+    batch = world.batch(rows)
+    world.start(batch)
+    metadata = world.prepare(batch)
+    kept = [layer.kv_cache[0].clone() for layer in world.all_layers]
+    for _ in range(times):
+        for layer, conv in zip(world.all_layers, kept, strict=True):
+            layer.kv_cache[0].copy_(conv)
+        outputs = verify(world, metadata, inputs)
+    world.finish(batch, accepted)
+    return outputs
+
+
+def prepared(sizes: Sizes, *, fused: bool) -> tuple[list[World], Any]:
+    """Return a stock and a deferred world with two requests, and a source of inputs."""
+    worlds = [World(sizes), World(sizes, fused)]
+    schedule = SimpleNamespace(sizes=sizes, make=torch.Generator().manual_seed(1), worlds=worlds)
+    schedule.randn = lambda *shape: Schedule.randn(schedule, *shape)
+    Schedule.noise(schedule)
+    for world in worlds:
+        for slot in range(2):
+            world.table[slot, 0] = 1 + slot
+            world.add_request(slot, 12)
+    return worlds, lambda tokens: Schedule.inputs(schedule, tokens)
+
+
+def states(world: World) -> list[torch.Tensor]:
+    return [layer.kv_cache[1].clone() for layer in world.all_layers]
+
+
+def same(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ones, others, strict=True))
+
+
+def folds_happen_once() -> None:
+    """A repeated forward folds nothing more, nor does a flush after a fold, or a second flush."""
+    for fused in (False, True):
+        (stock, world), inputs = prepared(small(mode="none"), fused=fused)
+        for times, accepted in ((1, [2, 3]), (3, [0, 1]), (2, [3, 3])):
+            rows = [Row(1, int(stock.computed[1]), 3, 2), Row(0, int(stock.computed[0]), 3, 2)]
+            tokens = inputs(6)
+            one_step(stock, rows, tokens, accepted)
+            one_step(world, rows, tokens, accepted, times)
+        assert world.state.recoverssm.pending.tolist()[:2] == [3, 3]
+        unfolded = states(world)
+        flush(world, [0, 1], [1, 2])
+        folded = states(world)
+        assert not same(unfolded, folded)
+        for got, want in zip(folded, states(stock), strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=0 if not fused else 1e-5)
+        flush(world, [0, 1], [1, 2])
+        assert same(folded, states(world))
+        assert world.state.recoverssm.pending.tolist()[:2] == [3, 3]  # other groups read it
+
+
+def a_flush_writes_no_old_boundary() -> None:
+    """What an eager commit has noted for a slot's last owner is not written by a later flush."""
+    (_, world), inputs = prepared(small(), fused=False)
+    world.table[:2, 1:] = torch.tensor([[3], [4]])
+    one_step(world, [Row(0, 12, 3, 2), Row(1, 12, 3, 2)], inputs(6), [2, 3])
+    for groups in world.attn_groups:
+        made = groups[0].get_metadata_builder(0).recoverssm_context
+        made.due_boundaries.fill_(9)
+        made.due_boundary_lens.fill_(1)
+    before = states(world)
+    flush(world, [0, 1], [1, 2])
+    for old, new in zip(before, states(world), strict=True):
+        assert not torch.equal(old[1:3], new[1:3])
+        assert torch.equal(old[9], new[9])
+
+
+def counts_are_set_and_cleared() -> None:
+    """A commit sets a count, also to 0; a new request clears its slot's and no other."""
+    (_, world), inputs = prepared(small(mode="none"), fused=True)
+    pending = world.state.recoverssm.pending
+    for accepted in ([3, 2], [0, 1], [1, 0]):
+        rows = [Row(0, int(world.computed[0]), 3, 2), Row(1, int(world.computed[1]), 3, 2)]
+        one_step(world, rows, inputs(6), accepted)
+        assert pending.tolist()[:2] == accepted
+    world.add_request(1, 12)
+    assert pending.tolist()[:2] == [1, 0]
+    world.add_request(0, 12)
+    assert pending.tolist()[:2] == [0, 0]
+
+
+def streamed_input() -> None:
+    """A request that gets more input is removed and added again, and keeps its blocks."""
+    for fused in (False, True):
+        (stock, world), inputs = prepared(small(mode="none"), fused=fused)
+        for each in (stock, world):
+            each.add_request(0, 12, "session", [[1], [1]])
+        rows, tokens = [Row(1, 12, 3, 2), Row(0, 12, 3, 2)], inputs(6)
+        for each in (stock, world):
+            one_step(each, rows, tokens, [2, 3])
+            each.state.remove_request("session")
+            each.add_request(3, 15, "session", [[1], [1]])
+        for got, want in zip(states(world), states(stock), strict=True):
+            torch.testing.assert_close(got[1], want[1], rtol=0, atol=0 if not fused else 1e-5)
+            assert not torch.equal(got[2], want[2])  # the other one's tokens are still pending
+        assert world.state.recoverssm.pending.tolist()[1] == 2
+
+
+def installing() -> None:
+    """Twice is as good as once; without RecoverSSM and for CuTe layers nothing changes."""
+    world = World(small(), fused=True)
+    (builder,) = (group[0].get_metadata_builder(0) for group in world.attn_groups[:1])
+    world.state.recoverssm.bind(world.attn_groups, None)
+    before = (world.state.prepare_attn, builder.build, world.all_layers[0].recoverssm_records)
+    state.install_model_state(world.state)
+    state.install_layers([SimpleNamespace(self_attn=layer) for layer in world.all_layers])
+    state.install_builder(builder, world.state.recoverssm.pending)
+    after = (world.state.prepare_attn, builder.build, world.all_layers[0].recoverssm_records)
+    assert all(a is b for a, b in zip(before, after, strict=True))
+
+    plain = SimpleNamespace(recoverssm=None)
+    state.install_model_state(plain)
+    assert vars(plain) == {"recoverssm": None}
+    cute, other = World(small()).all_layers[0], SimpleNamespace(self_attn=SimpleNamespace())
+    cute.recoverssm_backend = "cute"
+    kept = copy.copy(vars(cute))
+    state.install_layers([SimpleNamespace(self_attn=cute), other, SimpleNamespace()])
+    assert vars(cute) == kept
+
+
+def kernels_by_size() -> None:
+    """At each size that was measured, the kernel that was the faster."""
+    steps: dict[tuple[int, int, int], dict[str, float]] = {}
+    for row in json.loads(MEASURED.read_text())["rows"]:
+        size = (row["requests"], row["heads"], row["window"])
+        steps.setdefault(size, {})[row["method"]] = row["step"]
+    both = {size: taken for size, taken in steps.items() if KERNELS.keys() <= taken.keys()}
+    assert len(both) == 16
+    for (requests, heads, _), taken in both.items():
+        faster = min(KERNELS, key=taken.__getitem__)
+        assert folding.kernel_for(requests, heads) is FUSED[KERNELS[faster]]
+
+
+def records_come_first() -> None:
+    """A commit context that would take the stock records' addresses is refused."""
+    layer = World(small()).all_layers[0]
+    layer.dt_bias = layer.dt_bias
+    try:
+        context.KDADeferredCommitContext.create([layer], spec_query_len=3, max_num_reqs=4)
+    except ValueError as error:
+        assert "install_layers must come before the context" in str(error)
+    else:
+        raise AssertionError("no error")
+
+
+def against_float64() -> None:
+    found = errors(heads=1, requests=3, window=3, seed=1, device="cpu")
+    for kernel in FUSED:
+        for what, error in found[kernel].items():
+            assert error <= 2 * found["stock"][what], json.dumps(found)
+
+
+CASES = (
+    kernels_by_size,
+    folds_happen_once,
+    a_flush_writes_no_old_boundary,
+    counts_are_set_and_cleared,
+    streamed_input,
+    installing,
+    records_come_first,
+    against_float64,
+    schedule_without_prefix_cache,
+    aligned_schedule,
+)
+
+
+def main() -> None:
+    """Print a line of JSON for each case: its name, and the traceback if it failed."""
+    for case in CASES:
+        error = ""
+        try:
+            case()
+        except Exception:
+            error = traceback.format_exc()
+        print(json.dumps([case.__name__, error]), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
