@@ -58,7 +58,7 @@ def allocate_records(
     Raises ValueError for a ``dtype`` other than fp32: a rounded record is another state.
     """
     if dtype != torch.float32:
-        raise ValueError(f"KDA RecoverSSM keeps its records in float32, not in {dtype}")
+        raise ValueError(f"RecoverSSM: records are kept in float32, not in {dtype}")
     shape = (num_rows * spec_query_len, 3, num_heads, head_dim)
     return Records(torch.empty(shape, dtype=dtype, device=device), num_rows, spec_query_len)
 
@@ -91,17 +91,17 @@ def kda_recoverssm_verify(
     heads, head_dim = k.shape[2:]
     rows = state_indices.shape[0]
     if query_start_loc.shape[0] != rows + 1:
-        raise ValueError("KDA RecoverSSM query metadata is incompatible")
+        raise ValueError("RecoverSSM: start locations and state blocks are not of the same rows")
     if rows > records.rows:
-        raise ValueError("KDA RecoverSSM batch exceeds its record rows")
+        raise ValueError("RecoverSSM: more rows verify than there are records for")
     if records.data.shape[1:] != (3, heads, head_dim) or v.shape != k.shape:
-        raise ValueError("KDA RecoverSSM records do not match the layer")
+        raise ValueError("RecoverSSM: the records have other heads than the layer")
     if checkpoint_state.stride()[1:] != (head_dim * head_dim, head_dim, 1):
-        raise ValueError("KDA RecoverSSM needs each block's state to be contiguous")
+        raise ValueError("RecoverSSM: a block's state must lie in one piece")
     if out is None:
         out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     elif out.shape != k.shape or not out.is_contiguous():
-        raise ValueError("KDA RecoverSSM needs a contiguous output of the keys' shape")
+        raise ValueError("RecoverSSM: the output must be contiguous and shaped as the keys")
     if rows == 0 or k.shape[1] == 0:
         return out
     tile = min(_VERIFY_ROWS, head_dim)
@@ -160,7 +160,7 @@ class Glm5NextRecoverSSMCommitContext:
         Raises ValueError if they are none, or differ in a way that one launch cannot serve.
         """
         if not layers:
-            raise ValueError("KDA RecoverSSM commit requires at least one layer")
+            raise ValueError("RecoverSSM: a group without a layer has nothing to commit")
         caches = tuple(layer.kv_cache for layer in layers)
         convs = tuple(conv for conv, _ in caches)
         if not is_conv_state_dim_first():
@@ -172,15 +172,15 @@ class Glm5NextRecoverSSMCommitContext:
         _check_alike("records", tuple(record.data for record in records))
         _, heads, value_dim, key_dim = states[0].shape
         if states[0].stride()[1:] != (value_dim * key_dim, key_dim, 1):
-            raise ValueError("KDA RecoverSSM needs each block's state to be contiguous")
+            raise ValueError("RecoverSSM: a block's state must lie in one piece")
         if any(record.q != spec_query_len for record in records):
-            raise ValueError("KDA RecoverSSM records have another window than the model")
+            raise ValueError("RecoverSSM: the records have another window than the model")
         if any(record.rows < max_num_reqs for record in records):
-            raise ValueError("KDA RecoverSSM records do not cover max_num_seqs")
+            raise ValueError("RecoverSSM: fewer records than max_num_seqs")
         if records[0].data.shape[1:] != (3, heads, key_dim):
-            raise ValueError("KDA RecoverSSM records do not match the state")
+            raise ValueError("RecoverSSM: the records have other heads than the state")
         if convs[0].shape[2] < spec_query_len:
-            raise ValueError("KDA RecoverSSM conv state is shorter than its window")
+            raise ValueError("RecoverSSM: the convolution state has no room for a window")
         plan = torch.zeros((max_num_reqs, 5), dtype=torch.int32, device=states[0].device)
         return cls(caches, convs, states, records, spec_query_len, plan)
 
@@ -205,14 +205,16 @@ class Glm5NextRecoverSSMCommitContext:
         """
         rows = state_indices.shape[0]
         if rows > self.plan.shape[0]:
-            raise ValueError("KDA RecoverSSM commit batch exceeds its plan capacity")
+            raise ValueError("RecoverSSM: more rows to commit than the plan has")
         if query_start_loc.shape[0] != rows + 1:
-            raise ValueError("KDA RecoverSSM commit metadata is incompatible")
+            raise ValueError(
+                "RecoverSSM: start locations and state blocks are not of the same rows"
+            )
         align = block_table is not None
         if (num_computed_tokens is not None) != align or (mamba_block_size is not None) != align:
-            raise ValueError("KDA RecoverSSM align metadata is incomplete")
+            raise ValueError("RecoverSSM: align mode wants table, token counts and block size")
         if mamba_block_size is not None and mamba_block_size < self.spec_query_len:
-            raise ValueError("KDA RecoverSSM align block size must cover one speculative window")
+            raise ValueError("RecoverSSM: a mamba block must hold a whole window")
         plan_kernel[(rows,)](
             num_accepted_tokens,
             request_indices,
@@ -273,7 +275,7 @@ def _check_alike(what: str, tensors: Sequence[torch.Tensor]) -> None:
             first.dtype,
             first.device,
         ):
-            raise ValueError(f"KDA RecoverSSM layers need a matching {what}")
+            raise ValueError(f"RecoverSSM: the layers differ in their {what}")
 
 
 @dataclass(frozen=True)
@@ -359,5 +361,5 @@ def _offsets(tensors: Sequence[torch.Tensor]) -> list[int]:
     size = tensors[0].element_size()
     distances = [tensor.data_ptr() - tensors[0].data_ptr() for tensor in tensors]
     if any(distance % size for distance in distances):
-        raise ValueError("KDA RecoverSSM layers lie at addresses that no offset reaches")
+        raise ValueError("RecoverSSM: a layer lies at an address that no offset reaches")
     return [distance // size for distance in distances]

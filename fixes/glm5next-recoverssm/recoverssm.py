@@ -59,24 +59,26 @@ def check_config(vllm_config: VllmConfig) -> None:
 
     for name in ("Glm5NextForCausalLM", "Glm5NextForConditionalGeneration"):
         if not hasattr(getattr(model, name), "get_model_state_cls"):
-            raise RuntimeError(f"KDA RecoverSSM: {name} has no commit hook")
+            raise RuntimeError(f"RecoverSSM: nothing commits for {name}, its hook is missing")
     cache_config = vllm_config.cache_config
     window = 1 + vllm_config.num_speculative_tokens
     head_dim = vllm_config.model_config.hf_text_config.linear_head_dim
     if window == 1:
-        raise RuntimeError("KDA RecoverSSM needs speculative decoding")
+        raise RuntimeError("RecoverSSM: there is nothing to verify without speculative decoding")
     if not vllm_config.use_v2_model_runner:
-        raise RuntimeError("KDA RecoverSSM commits from the V2 model runner only")
+        raise RuntimeError("RecoverSSM: only the V2 model runner has the step that commits")
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        raise RuntimeError("KDA RecoverSSM requires pipeline_parallel_size=1")
+        raise RuntimeError(
+            "RecoverSSM: pipeline stages but the last do not learn what was accepted"
+        )
     if cache_config.mamba_cache_mode not in ("none", "align"):
-        raise RuntimeError("KDA RecoverSSM supports mamba cache modes none and align")
+        raise RuntimeError("RecoverSSM: the mamba cache mode must be none or align")
     if cache_config.mamba_cache_mode == "align" and cache_config.mamba_block_size < window:
         raise RuntimeError(
-            f"KDA RecoverSSM needs a mamba block of at least {window} tokens, one window"
+            f"RecoverSSM: a mamba block of {window} tokens or more must hold a whole window"
         )
     if head_dim & (head_dim - 1):
-        raise RuntimeError(f"KDA RecoverSSM needs a power-of-two head dim, not {head_dim}")
+        raise RuntimeError(f"RecoverSSM: the head size {head_dim} is no power of two")
 
 
 @dataclass(frozen=True)

@@ -162,20 +162,19 @@ def install_layers(layers: Any, *, fused: bool = True) -> None:
     ``fused``: the verify folds. Else a flush before it does, and both are vLLM's own kernels. Must
     come before a commit context takes the records' addresses.
     """
-    for decoder in layers:
-        attn: Any = getattr(decoder, "self_attn", None)
-        records = getattr(attn, "recoverssm_records", None)
-        if records is None or attn.recoverssm_backend != "triton":
+    halves = 2 if fused else 1
+    for layer in (getattr(decoder, "self_attn", None) for decoder in layers):
+        stock: Any = getattr(layer, "recoverssm_records", None)
+        if stock is None or getattr(layer, "deferred_recoverssm", False):
             continue
-        if getattr(attn, "deferred_recoverssm", False):
-            continue
-        rows, heads, window, head_dim = records.correction.shape
-        kind = records.key_gate
-        attn.recoverssm_records = allocate_records(
-            rows, heads, window, head_dim, kind.dtype, kind.device, halves=2 if fused else 1
-        )
-        attn._recoverssm_verify = MethodType(deferred_recoverssm_verify, attn)
-        attn.deferred_recoverssm = True
+        kda: Any = layer
+        if kda.recoverssm_backend == "triton":
+            like = stock.key_gate
+            kda.recoverssm_records = allocate_records(
+                *stock.correction.shape, like.dtype, like.device, halves=halves
+            )
+            kda._recoverssm_verify = MethodType(deferred_recoverssm_verify, kda)
+            kda.deferred_recoverssm = True
 
 
 def install_builder(builder: Any, pending: torch.Tensor) -> None:
