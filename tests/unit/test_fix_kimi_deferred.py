@@ -9,12 +9,12 @@ from types import ModuleType
 
 import pytest
 
-torch = pytest.importorskip("torch")
 FIX = Path(__file__).parents[2] / "fixes" / "kimi-k3-deferred-recoverssm"
 
 
 @pytest.fixture(scope="module")
 def boundary() -> ModuleType:
+    pytest.importorskip("torch")
     spec = importlib.util.spec_from_file_location("under_test", FIX / "boundary.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -23,6 +23,8 @@ def boundary() -> ModuleType:
 
 
 def near(boundary: ModuleType, end: int, query: int, block: int, window: int) -> bool:
+    import torch
+
     rows = boundary.near_boundary(torch.tensor([end]), torch.tensor([query]), block, window)
     return bool(rows.item())
 
@@ -57,5 +59,7 @@ def test_a_sequence_that_has_just_begun_does_not_defer(boundary: ModuleType) -> 
 
 
 def test_rows_are_judged_one_by_one(boundary: ModuleType) -> None:
+    import torch
+
     ends, queries = torch.tensor([1000, 2304, 2319]), torch.tensor([1, 5, 5], dtype=torch.int32)
     assert boundary.near_boundary(ends, queries, 2304, 5).tolist() == [False, True, False]
