@@ -59,6 +59,8 @@ def changes(old: Tree, new: Tree, folder: Path) -> list[Change]:
     text = subprocess.run([*command, *roots], capture_output=True, env=environ()).stdout
     found = []
     for part in re.split(rb"(?m)^(?=diff --git )", text)[1:]:
+        if b"\n+++ b" not in part:
+            continue  # compiled files, which a run of the release has left beside its own
         for mark, root in zip((b"a", b"b"), roots, strict=True):
             part = part.replace(mark + root.encode() + b"/", mark + b"/vllm/")
         path = re.findall(rb"(?m)^\+\+\+ b/(.*)$", part)[0].decode()

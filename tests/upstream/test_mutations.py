@@ -50,6 +50,8 @@ class Ground:
             copy.write_bytes(path.read_bytes())
         for fix in self.fixes:  # a new module needs its package
             for each in fix.modules:
+                if each.rpartition(".")[0] in fix.modules:
+                    continue  # which the fix brings itself
                 place = folder.joinpath(*each.split(".")[:-1], "__init__.py")
                 place.parent.mkdir(parents=True, exist_ok=True)
                 place.touch()
