@@ -130,7 +130,7 @@ class Setup:
 
     def commit(self, form: str, accepted: torch.Tensor) -> None:
         for context, layers in zip(self.contexts, self.groups, strict=True):
-            context.prepare(accepted, self.blocks, self.start)
+            context.prepare(accepted, recoverssm_commit.CommitRows(self.blocks, self.start))
             if form == "port":
                 context.table.compact(self.rows)
                 recoverssm_port.replay(

@@ -91,7 +91,7 @@ def kda_recoverssm_verify(
     heads, head_dim = k.shape[2:]
     rows = state_indices.shape[0]
     if query_start_loc.shape[0] != rows + 1:
-        raise ValueError("RecoverSSM: start locations and state blocks are not of the same rows")
+        raise ValueError("RecoverSSM: start locations and blocks are not of the same rows")
     if rows > records.rows:
         raise ValueError("RecoverSSM: more rows verify than there are records for")
     if records.data.shape[1:] != (3, heads, head_dim) or v.shape != k.shape:
@@ -189,47 +189,38 @@ class Glm5NextRecoverSSMCommitContext:
         """The table of this group alone."""
         return CommitTable.create([self])
 
-    def prepare(
-        self,
-        num_accepted_tokens: torch.Tensor,
-        state_indices: torch.Tensor,
-        query_start_loc: torch.Tensor,
-        request_indices: torch.Tensor | None = None,
-        block_table: torch.Tensor | None = None,
-        num_computed_tokens: torch.Tensor | None = None,
-        mamba_block_size: int | None = None,
-    ) -> None:
+    def prepare(self, num_accepted_tokens: torch.Tensor, rows: "CommitRows") -> None:
         """Write the plan: what is committed of each row, from which block to which.
 
-        Arguments as for ``commit``. Raises ValueError if they do not fit together.
+        ``num_accepted_tokens`` counts per batch row. Raises ValueError if the parts of ``rows`` do
+        not fit together.
         """
-        rows = state_indices.shape[0]
-        if rows > self.plan.shape[0]:
+        count = rows.state_indices.shape[0]
+        if count > self.plan.shape[0]:
             raise ValueError("RecoverSSM: more rows to commit than the plan has")
-        if query_start_loc.shape[0] != rows + 1:
+        if rows.query_start_loc.shape[0] != count + 1:
             raise ValueError(
                 "RecoverSSM: start locations and state blocks are not of the same rows"
             )
-        align = block_table is not None
-        if (num_computed_tokens is not None) != align or (mamba_block_size is not None) != align:
+        table, computed, block = rows.block_table, rows.num_computed_tokens, rows.mamba_block_size
+        if len({part is None for part in (table, computed, block)}) > 1:
             raise ValueError("RecoverSSM: align mode wants table, token counts and block size")
-        if mamba_block_size is not None and mamba_block_size < self.spec_query_len:
+        if block is not None and block < self.spec_query_len:
             raise ValueError("RecoverSSM: a mamba block must hold a whole window")
-        plan_kernel[(rows,)](
+        plan_kernel[(count,)](
             num_accepted_tokens,
-            request_indices,
-            state_indices,
-            query_start_loc,
-            block_table,
-            num_computed_tokens,
+            rows.request_indices,
+            rows.state_indices,
+            rows.query_start_loc,
+            table,
+            computed,
             self.plan,
-            mamba_block_size or 1,
-            block_table.shape[1] if block_table is not None else 1,
+            block or 1,
+            table.shape[1] if table is not None else 1,
             num_accepted_tokens.stride(0),
-            state_indices.stride(0),
-            block_table.stride(0) if block_table is not None else 0,
-            block_table.stride(1) if block_table is not None else 0,
-            num_computed_tokens.stride(0) if num_computed_tokens is not None else 0,
+            rows.state_indices.stride(0),
+            *(table.stride() if table is not None else (0, 0)),
+            computed.stride(0) if computed is not None else 0,
             Q=self.spec_query_len,
             num_warps=1,
         )
@@ -246,23 +237,32 @@ class Glm5NextRecoverSSMCommitContext:
     ) -> None:
         """Fold each row's accepted tokens into this group's convolution and recurrent states.
 
-        ``num_accepted_tokens`` counts per batch row (the runner's ``num_sampled``);
-        ``request_indices`` int32 [rows] maps verified rows to batch rows where they differ;
-        ``state_indices`` int32 [rows] are the blocks that the verify read. In align mode
-        ``block_table`` int32 [batch, columns], ``num_computed_tokens`` [batch] before this step and
-        ``mamba_block_size`` tokens say which block takes the state, and which one the state at a
-        block's end. Raises ValueError if they do not fit together.
+        ``num_accepted_tokens`` counts per batch row (the runner's ``num_sampled``); the rest are
+        the parts of ``CommitRows``. Raises ValueError if they do not fit together.
         """
-        self.prepare(
-            num_accepted_tokens,
-            state_indices,
-            query_start_loc,
-            request_indices,
-            block_table,
-            num_computed_tokens,
-            mamba_block_size,
-        )
+        align = (block_table, num_computed_tokens, mamba_block_size)
+        rows = CommitRows(state_indices, query_start_loc, request_indices, *align)
+        self.prepare(num_accepted_tokens, rows)
         self.table.apply(state_indices.shape[0])
+
+
+@dataclass(frozen=True)
+class CommitRows:
+    """The rows of one group that a step verified, for its commit.
+
+    ``state_indices`` int32 [rows]: the blocks that the verify read; ``query_start_loc`` int32
+    [rows + 1]; ``request_indices`` int32 [rows] maps verified rows to batch rows where they differ.
+    In align mode ``block_table`` int32 [batch, columns], ``num_computed_tokens`` [batch] before the
+    step and ``mamba_block_size`` tokens say which block takes the state, and which one the state at
+    a block's end.
+    """
+
+    state_indices: torch.Tensor
+    query_start_loc: torch.Tensor
+    request_indices: torch.Tensor | None = None
+    block_table: torch.Tensor | None = None
+    num_computed_tokens: torch.Tensor | None = None
+    mamba_block_size: int | None = None
 
 
 def _check_alike(what: str, tensors: Sequence[torch.Tensor]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 from vllm.models.glm5next.common.recoverssm_commit import (
+    CommitRows,
     CommitTable,
     Glm5NextRecoverSSMCommitContext,
 )
@@ -20,58 +21,32 @@ from vllm.v1.worker.gpu.model_states.recoverssm import (
 )
 
 
-@dataclass(frozen=True)
-class AlignCommit:
-    block_table: torch.Tensor
-    num_computed_tokens: torch.Tensor
-    block_size: int
-
-
-@dataclass(frozen=True)
-class Commit:
-    """One group's part of a step's commit; arguments of the commit context."""
-
-    state_indices: torch.Tensor
-    query_start_loc: torch.Tensor
-    request_indices: torch.Tensor | None
-    align: AlignCommit | None
-
-
 @dataclass
 class Glm5NextRecoverSSMMetadata(GDNAttentionMetadata, RecoverSSMMetadata):
     """A step in which rows verify; ``num_spec_decodes`` counts them."""
 
-    recoverssm_commit: Commit | None = None
+    recoverssm_commit: CommitRows | None = None
     recoverssm_context: Glm5NextRecoverSSMCommitContext | None = field(
         default=None, repr=False, compare=False
     )
 
     def prepare_commit(self, num_accepted_tokens: torch.Tensor) -> None:
         """Plan this group's commit; ``num_accepted_tokens`` per batch row."""
-        commit, context = self.recoverssm_commit, self.recoverssm_context
-        assert commit is not None and context is not None
-        align = commit.align
-        context.prepare(
-            num_accepted_tokens,
-            commit.state_indices,
-            commit.query_start_loc,
-            request_indices=commit.request_indices,
-            block_table=align.block_table if align else None,
-            num_computed_tokens=align.num_computed_tokens if align else None,
-            mamba_block_size=align.block_size if align else None,
-        )
+        assert self.recoverssm_commit is not None and self.recoverssm_context is not None
+        self.recoverssm_context.prepare(num_accepted_tokens, self.recoverssm_commit)
 
     def postprocess_metadata(self) -> RecoverSSMPostprocessMetadata | None:
         """What ``record_state_blocks`` needs after the commit; None outside align mode."""
-        commit = self.recoverssm_commit
-        if commit is None or commit.align is None:
+        rows = self.recoverssm_commit
+        if rows is None or rows.block_table is None:
             return None
+        assert rows.num_computed_tokens is not None and rows.mamba_block_size is not None
         return RecoverSSMPostprocessMetadata(
-            num_spec_decodes=self.num_spec_decodes,
-            request_indices=commit.request_indices,
-            block_table=commit.align.block_table,
-            num_computed_tokens=commit.align.num_computed_tokens,
-            block_size=commit.align.block_size,
+            self.num_spec_decodes,
+            rows.request_indices,
+            rows.block_table,
+            rows.num_computed_tokens,
+            rows.mamba_block_size,
         )
 
     def commit_recoverssm_state(

@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.models.glm5next.common.recoverssm_commit import (
+    CommitRows,
     Glm5NextRecoverSSMCommitContext,
     Records,
     allocate_records,
     kda_recoverssm_verify,
 )
 from vllm.models.glm5next.common.recoverssm_metadata import (
-    AlignCommit,
-    Commit,
     Glm5NextRecoverSSMMetadata,
     Glm5NextRecoverSSMState,
     record_state_blocks,
@@ -239,13 +238,11 @@ class Glm5NextRecoverSSMMetadataBuilder(GDNAttentionMetadataBuilder):
         request_indices: torch.Tensor | None,
         **rest: Any,
     ) -> Glm5NextRecoverSSMMetadata:
-        align = None
+        align: dict[str, Any] = {}
         if self.kv_cache_spec.mamba_cache_mode == "align":
-            align = AlignCommit(
-                m.block_table_tensor,
-                m.compute_num_computed_tokens(),
-                self.kv_cache_spec.block_size,
-            )
+            align["block_table"] = m.block_table_tensor
+            align["num_computed_tokens"] = m.compute_num_computed_tokens()
+            align["mamba_block_size"] = self.kv_cache_spec.block_size
         rows = split.num_spec
         return Glm5NextRecoverSSMMetadata(
             num_prefills=split.num_rest,
@@ -258,7 +255,9 @@ class Glm5NextRecoverSSMMetadataBuilder(GDNAttentionMetadataBuilder):
             spec_query_start_loc=start_loc,
             spec_state_indices_tensor=blocks.unsqueeze(1),
             num_accepted_tokens=self.rs_ones[: blocks.shape[0]],
-            recoverssm_commit=Commit(blocks[:rows], start_loc[: rows + 1], request_indices, align),
+            recoverssm_commit=CommitRows(
+                blocks[:rows], start_loc[: rows + 1], request_indices, **align
+            ),
             recoverssm_context=self._get_context(),
             **rest,
         )

@@ -131,14 +131,14 @@ def _plan(size: Size, window: int, block: int) -> None:
         torch.full((len(rows), 5), -7, dtype=torch.int32, device=size.device),
     )
     to = size.device
-    context.prepare(
-        torch.tensor([a for _, _, a in rows]).int().to(to),
+    verified = recoverssm_commit.CommitRows(
         source.int().to(to),
         torch.tensor([0, *(n for _, n, _ in rows)]).cumsum(0).int().to(to),
         block_table=table.to(to),
         num_computed_tokens=torch.tensor([c for c, _, _ in rows]).int().to(to),
         mamba_block_size=block,
     )
+    context.prepare(torch.tensor([a for _, _, a in rows]).int().to(to), verified)
     for (computed, length, accepted), blocks, begin, found in zip(
         rows, table.tolist(), source.tolist(), context.plan.tolist(), strict=True
     ):
@@ -165,7 +165,9 @@ def groups_commit_together(size: Size) -> None:
         for rig in rigs:
             torch.manual_seed(3)
             rig.verify_all(start, rig.table[:, 0])
-            rig.context.prepare(accepted, rig.table[:, 0], start, None, rig.table, zeros, 8)
+            blocks = rig.table[:, 0]
+            verified = recoverssm_commit.CommitRows(blocks, start, None, rig.table, zeros, 8)
+            rig.context.prepare(accepted, verified)
         if together:
             recoverssm_commit.CommitTable.create([rig.context for rig in rigs]).apply(rows)
         else:
