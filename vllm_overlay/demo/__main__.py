@@ -48,22 +48,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     port = parser.parse_args(arguments).port
     flags = ["--", "--port", str(port)] if port else []
     console = Console(highlight=False, soft_wrap=True)
-    try:
-        with interruptible():
+    with interruptible():  # to the end: a second Ctrl-C changes nothing
+        try:
             folders = find_folders(os.environ)
             make_model(folders, console)
             serve(flags, folders, console)
-    except KeyboardInterrupt:
-        console.print("Stopped.")
-        return 0
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    except Ended as ended:
-        return ended.status
-    except (OSError, httpx.HTTPError) as error:
-        print(f"vllm-overlay demo: {error}", file=sys.stderr)
-        return EXIT_FAILED
+        except KeyboardInterrupt:
+            console.print("Stopped.")
+            return 0
+        except ConfigError as error:
+            print(error, file=sys.stderr)
+            return error.exit_code
+        except Ended as ended:
+            return ended.status
+        except (OSError, httpx.HTTPError) as error:
+            print(f"vllm-overlay demo: {error}", file=sys.stderr)
+            return EXIT_FAILED
 
 
 def make_model(folders: Folders, console: Console) -> None:
