@@ -106,9 +106,12 @@ def load_fix(folder: Path) -> Fix:
 def check_needs(fix: Fix, subject: Subject) -> tuple[list[ConfigError], list[str]]:
     """Return each need of a fix that is not met, and a note on each that only the start can tell.
 
-    Raises ConfigError for a model whose config.json lacks what the rules are about.
+    A need that is bound to values of the fix's flag holds where the environment sets one of them,
+    or sets none and one is the default. Raises ConfigError for a model whose config.json lacks what the rules are about.
     """
-    checked = [check_need(fix.name, need, subject) for need in fix.needs]
+    value = subject.env.get(fix.flag.name, fix.flag.default) if fix.flag else None
+    needs = [need for need in fix.needs if not need.when or value in need.when]
+    checked = [check_need(fix.name, need, subject) for need in needs]
     errors = [item for item in checked if isinstance(item, ConfigError)]
     return errors, [item for item in checked if isinstance(item, str)]
 
@@ -296,6 +299,7 @@ def _need(model: NeedModel, place: Place) -> Need:
         at_most=model.at_most,
         power_of_two=model.power_of_two,
         default=model.default,
+        when=tuple(model.when),
         why=model.why,
         place=place,
     )
