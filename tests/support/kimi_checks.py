@@ -17,10 +17,10 @@ import tests.support.interpreter  # noqa: F401 (before vLLM)
 import torch
 from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm import context, state
 
-from tests.support.kimi_compare import flush
+from tests.support.kda_schedule import ALIGNED, ALWAYS, Schedule, drive
+from tests.support.kda_world import Row, Sizes, World
 from tests.support.kimi_reference import FUSED, errors
-from tests.support.kimi_schedule import ALIGNED, ALWAYS, Schedule, drive
-from tests.support.kimi_world import Row, Sizes, World, verify
+from tests.support.kimi_world import KimiWorld
 from vllm_overlay.kda import verify as folding
 
 MEASURED = Path(__file__).parents[2] / "bench" / "results" / "kda-deferred-2026-11-30.json"
@@ -55,7 +55,8 @@ def schedule(sizes: Sizes, wanted: list[str], *, steps: int, seed: int) -> None:
 
     choose, folding.triton_form = folding.triton_form, by_rows
     try:
-        seen = drive(sizes, fused=(False, True), steps=steps, seed=seed).seen
+        worlds = [KimiWorld(sizes), KimiWorld(sizes, False), KimiWorld(sizes, True)]
+        seen = drive([*worlds], [True, False], steps=steps, seed=seed).seen
     finally:
         folding.triton_form = choose
     assert not [kind for kind in wanted if not seen[kind]], seen
@@ -73,14 +74,14 @@ def one_step(
     for _ in range(times):
         for layer, conv in zip(world.all_layers, kept, strict=True):
             layer.kv_cache[0].copy_(conv)
-        outputs = verify(world, metadata, inputs)
+        outputs = world.verify(metadata, inputs)
     world.finish(batch, accepted)
     return outputs
 
 
 def prepared(sizes: Sizes, *, fused: bool) -> tuple[list[World], Any]:
     """Return a stock and a deferred world with two requests, and a source of inputs."""
-    worlds = [World(sizes), World(sizes, fused)]
+    worlds = [KimiWorld(sizes), KimiWorld(sizes, fused)]
     schedule = SimpleNamespace(sizes=sizes, make=torch.Generator().manual_seed(1), worlds=worlds)
     schedule.randn = lambda *shape: Schedule.randn(schedule, *shape)
     Schedule.noise(schedule)
@@ -110,12 +111,12 @@ def folds_happen_once() -> None:
             one_step(world, rows, tokens, accepted, times)
         assert world.state.recoverssm.pending.tolist()[:2] == [3, 3]
         unfolded = states(world)
-        flush(world, [0, 1], [1, 2])
+        world.flush([0, 1], [1, 2])
         folded = states(world)
         assert not same(unfolded, folded)
         for got, want in zip(folded, states(stock), strict=True):
             torch.testing.assert_close(got, want, rtol=0, atol=0 if not fused else 1e-5)
-        flush(world, [0, 1], [1, 2])
+        world.flush([0, 1], [1, 2])
         assert same(folded, states(world))
         assert world.state.recoverssm.pending.tolist()[:2] == [3, 3]  # other groups read it
 
@@ -130,7 +131,7 @@ def a_flush_writes_no_old_boundary() -> None:
         made.ledger.due.boundaries.fill_(9)
         made.ledger.due.boundary_lens.fill_(1)
     before = states(world)
-    flush(world, [0, 1], [1, 2])
+    world.flush([0, 1], [1, 2])
     for old, new in zip(before, states(world), strict=True):
         assert not torch.equal(old[1:3], new[1:3])
         assert torch.equal(old[9], new[9])
@@ -169,7 +170,7 @@ def streamed_input() -> None:
 
 def installing() -> None:
     """Twice is as good as once; without RecoverSSM and for CuTe layers nothing changes."""
-    world = World(small(), fused=True)
+    world = KimiWorld(small(), fused=True)
     (builder,) = (group[0].get_metadata_builder(0) for group in world.attn_groups[:1])
     world.state.recoverssm.bind(world.attn_groups, None)
     before = (world.state.prepare_attn, builder.build, world.all_layers[0].recoverssm_records)
@@ -182,7 +183,7 @@ def installing() -> None:
     plain = SimpleNamespace(recoverssm=None)
     state.install_model_state(plain)
     assert vars(plain) == {"recoverssm": None}
-    cute, other = World(small()).all_layers[0], SimpleNamespace(self_attn=SimpleNamespace())
+    cute, other = KimiWorld(small()).all_layers[0], SimpleNamespace(self_attn=SimpleNamespace())
     cute.recoverssm_backend = "cute"
     kept = copy.copy(vars(cute))
     state.install_layers([SimpleNamespace(self_attn=cute), other, SimpleNamespace()])
@@ -204,7 +205,7 @@ def kernels_by_size() -> None:
 
 def records_come_first() -> None:
     """A commit context that would take the stock records' addresses is refused."""
-    layer = World(small()).all_layers[0]
+    layer = KimiWorld(small()).all_layers[0]
     layer.dt_bias = layer.dt_bias
     try:
         context.KDADeferredCommitContext.create([layer], spec_query_len=3, max_num_reqs=4)
