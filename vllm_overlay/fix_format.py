@@ -120,7 +120,7 @@ class NeedModel(Strict):
     )
     default: NeedValue | None = key("vLLM's own value when it is not set", default=None)
     when: list[FlagValue] = key(
-        "the values of the fix's flag for which the rule holds; all but \"0\" if empty", default=[]
+        'the values of the fix\'s flag for which the rule holds; all but "0" if empty', default=[]
     )
     why: OneLine = key("why the fix needs it")
 
@@ -175,16 +175,4 @@ class FixModel(Strict):
     def _does_something(self) -> Self:
         if not (self.modules or self.edits or self.hooks):
             raise refuse("the fix changes nothing", expected="modules, edits or hooks")
-        return self
-
-    @model_validator(mode="after")
-    def _needs_of_known_values(self) -> Self:
-        values = [value for value in self.flag.values if value != OFF] if self.flag else []
-        for need in self.needs:
-            for value in need.when:
-                if value not in values:
-                    raise refuse(
-                        f"a need is for '{value}', which is no on-value of the fix's flag",
-                        expected=", ".join(values) or "no 'when': the fix has no flag",
-                    )
         return self

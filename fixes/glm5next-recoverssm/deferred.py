@@ -192,7 +192,9 @@ class Glm5NextDeferredMetadata(Glm5NextRecoverSSMMetadata):
     ) -> RecoverSSMPostprocessMetadata | None:
         """Commit this group alone. The runner's hook commits all groups of a step at once."""
         if self.recoverssm_context is not None:
-            defer_groups([self], self.recoverssm_context.table, due_table([self]), num_accepted_tokens)
+            defer_groups(
+                [self], self.recoverssm_context.table, due_table([self]), num_accepted_tokens
+            )
         return self.postprocess_metadata()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from vllm_overlay.fix import load_fixes
 from vllm_overlay.patched import plan_modules
@@ -20,7 +21,7 @@ def write_fixes_plan(
     *,
     tree: Tree | None = None,
     names: Collection[str] | None = None,
-    values: Mapping[str, str] | None = None,
+    values: Mapping[str, str] = MappingProxyType({}),
 ) -> Path:
     """Plan the fixes of a folder, all of which must apply, and return the plan's path.
 
@@ -38,7 +39,7 @@ def write_fixes_plan(
             name=item.fix.name,
             verdict="apply",
             flag=item.fix.flag.name if item.fix.flag else None,
-            value=(values or {}).get(item.fix.name, item.fix.flag.default) if item.fix.flag else None,
+            value=values.get(item.fix.name, item.fix.flag.default) if item.fix.flag else None,
             value_from="recipe",
             reasons=(),
             targets=tuple(dataclasses.asdict(target) for target in item.targets),
