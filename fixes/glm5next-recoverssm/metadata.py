@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import is_not
 from typing import Any
 
 import torch
@@ -129,7 +130,9 @@ class Glm5NextRecoverSSMState(RecoverSSMState):
         if isinstance(num_sampled, int) or not step:
             return
         contexts = tuple(metadata.recoverssm_context for metadata in step)
-        if self._table is None or self._table.contexts != contexts:
+        # By identity: a context of a new cache has other tensors, and these do not compare.
+        known = self._table.contexts if self._table else ()
+        if self._table is None or any(map(is_not, known, contexts)):
             self._table = CommitTable.create(contexts)
         self._commit(step, self._table, num_sampled)
         # The groups share block size and token counts, so that one of them speaks for all.

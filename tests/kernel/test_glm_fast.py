@@ -20,6 +20,7 @@ NAMES = [
     "eager_rows_commit_at_once",
     "groups_alone",
     "an_eager_fold_is_the_exact_form_s",
+    "a_new_cache_is_followed",
     "too_many_rows",
     "schedule_without_prefix_cache",
     "aligned_schedule",

@@ -191,6 +191,28 @@ def an_eager_fold_is_the_exact_form_s() -> None:
     assert same(*results) and not same(results[0], states_before)
 
 
+def a_new_cache_is_followed() -> None:
+    """A commit goes to the caches that the layers have now, for either form."""
+    for deferred in (False, True):
+        worlds = [GlmWorld(small(mode="none"), deferred=deferred) for _ in range(2)]
+        inputs = prepared(worlds)
+        for computed in (12, 15):
+            tokens = inputs(6)
+            for world, rebound in zip(worlds, (False, True), strict=True):
+                rows = [Row(0, computed, 3, 2), Row(1, computed, 3, 2)]
+                one_step(world, rows, tokens, [3, 3])
+                if rebound:
+                    for layer in world.all_layers:
+                        conv, state = layer.kv_cache
+                        object.__setattr__(layer, "kv_cache", (conv.clone(), state.clone()))
+                        conv.fill_(float("nan"))
+        for world in worlds:
+            if deferred:
+                world.flush([0, 1], [1, 2])
+        assert same(*map(states, worlds))
+        assert same(*([layer.kv_cache[0] for layer in world.all_layers] for world in worlds))
+
+
 def too_many_rows() -> None:
     (world,) = pair(small(mode="none"))[1:]
     inputs = prepared([world])
@@ -288,6 +310,7 @@ CASES: dict[str, Callable[[], None]] = {
         eager_rows_commit_at_once,
         groups_alone,
         an_eager_fold_is_the_exact_form_s,
+        a_new_cache_is_followed,
         too_many_rows,
         schedule_without_prefix_cache,
         aligned_schedule,
