@@ -1,7 +1,7 @@
 """What tests/kernel asks of ``VLLM_GLM5NEXT_RECOVERSSM=fast``, beside the exact form.
 
-``python -m tests.support.glm_checks``: each function runs in Triton's interpreter. The mutants are
-the ways to break a rule that a schedule must notice.
+``python -m tests.support.glm_checks NAME...``: each function runs in Triton's interpreter. The
+mutants are the ways to break a rule that a schedule must notice.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ def schedule_without_prefix_cache() -> None:
 
 
 def folds_happen_once() -> None:
-    rules.folds_happen_once(pair(small(mode="none")), WITHIN)
+    for layers in (dict(groups=2), dict(groups=1, layers=2)):
+        rules.folds_happen_once(pair(small(mode="none", **layers)), WITHIN)
 
 
 def counts_are_set_and_cleared() -> None:
@@ -294,7 +295,7 @@ def noticed(name: str) -> None:
     """A schedule with a mutant must fail."""
     with MUTANTS[name]():
         try:
-            scheduled(small(), steps=28, seed=3)
+            scheduled(small(groups=1), steps=28, seed=3)
         except AssertionError:
             return
     raise AssertionError("the schedule has not noticed")
@@ -320,7 +321,7 @@ CASES: dict[str, Callable[[], None]] = {
 
 def main(names: list[str]) -> None:
     """Print a line of JSON for each case: its name, and the traceback if it failed."""
-    for name in names or CASES:
+    for name in names:
         error = ""
         try:
             CASES[name]()
