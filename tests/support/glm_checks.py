@@ -76,7 +76,7 @@ def schedule_without_prefix_cache() -> None:
 
 
 def folds_happen_once() -> None:
-    for layers in (dict(groups=2), dict(groups=1, layers=2)):
+    for layers in ({"groups": 2}, {"groups": 1, "layers": 2}):
         rules.folds_happen_once(pair(small(mode="none", **layers)), WITHIN)
 
 
