@@ -109,6 +109,7 @@ def statement(state: State, rank: int, world: int) -> dict[str, Any]:
     host = os.uname().nodename
     address = record.get("node", {}).get("address") or os.environ.get("VLLM_HOST_IP", "")
     environ = record.get("environment") or state.environment
+    states = fix_states(state.plan, state.applied, state.notes)
     return {
         "rank": rank,
         "node": rank * state.plan["nodes"]["count"] // world,
@@ -116,7 +117,7 @@ def statement(state: State, rank: int, world: int) -> dict[str, Any]:
         "address": address,
         "who": f"{host} {pid}-{start}",
         "pid": pid,
-        "fixes": {fix["name"]: fix["state"] for fix in fix_states(state.plan, state.applied)},
+        "fixes": {fix["name"]: fix["state"] for fix in states},
         "facts": facts(state.plan, environ),
     }
 
