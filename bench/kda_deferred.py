@@ -26,14 +26,10 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 from vllm.models.kimi_k3.nvidia.ops import recoverssm as stock
-from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm import (
-    chunk,
-    context,
-    kernels,
-    sequential,
-)
+from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm import context
 
 from vllm_overlay.bench.record import RESULTS, save
+from vllm_overlay.kda import chunk, operands, sequential
 
 HEAD_DIM = 128
 LOWER_BOUND = -5.0
@@ -97,7 +93,7 @@ class Steps:
         self.slots = torch.randperm(n).to(torch.int32)
         self.accepted = torch.randint(1, window + 1, (n,), dtype=torch.int32)
         self.pending = torch.zeros(n, dtype=torch.int32)
-        self.gates = (self.beta, self.a_log, self.dt_bias, LOWER_BOUND, self.state)
+        self.gates = (self.beta, self.a_log, self.dt_bias, LOWER_BOUND)
         self.rows = (self.starts, self.blocks, window)
         self.sizes = (n, h, window, HEAD_DIM, torch.bfloat16, torch.device(device))
 
@@ -121,7 +117,7 @@ class Steps:
         committed = stock.KDARecoverSSMCommitContext.create(
             [self.layer(records)], spec_query_len=self.case.window, max_num_reqs=self.case.requests
         )
-        inputs = (*self.activations, *self.gates, records, *self.rows, self.out)
+        inputs = (*self.activations, *self.gates, self.state, records, *self.rows, self.out)
         return {
             "verify": lambda: stock.kda_recoverssm_verify(*inputs),
             "commit": lambda: committed.commit(self.accepted, self.blocks, self.starts),
@@ -138,16 +134,19 @@ class Steps:
         state = (self.slots, self.pending, None, made, self.blocks)
         step = context.KDARecoverSSMDeferred(*state)
         inputs = (*self.activations, *self.gates)
-        folds = kernels.Folds(made.fold_lens, made.read_rows)
-        kept = (records, *self.rows, made.write_rows, requests, folds, self.out)
+        ledger = made.ledger
+        q, k, v, gate = self.activations
+        window = operands.Window(q, k, v, gate, *self.gates, *self.rows)
+        kept = (context.as_operands(records), ledger.write_rows, requests, ledger.folds, self.out)
 
         def verify_stock() -> None:
-            stock.kda_recoverssm_verify(*inputs, made.step_records, *self.rows, self.out)
+            own = (made.step_records, *self.rows, self.out)
+            stock.kda_recoverssm_verify(*inputs, self.state, *own)
             made.keep(records, requests)
 
         def verify_fused() -> None:
             verify = chunk.verify_chunk if method == "chunk" else sequential.verify_sequential
-            verify(*inputs, *kept)
+            verify(window, self.state, *kept)
 
         def commit() -> None:
             step = {"record_rows": self.slots, "pending": self.pending}

@@ -22,12 +22,15 @@ from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm.context import (
     KDADeferredCommitContext,
     KDARecoverSSMDeferred,
     allocate_records,
+    as_operands,
 )
-from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm.verify import verify_window
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.worker.gpu.model_states.recoverssm import RecoverSSMState
 from vllm.v1.worker.utils import AttentionGroup
+
+from vllm_overlay.kda.operands import Window
+from vllm_overlay.kda.verify import fold_verify
 
 
 class DeferredRecoverSSMState(RecoverSSMState):
@@ -351,11 +354,23 @@ def deferred_recoverssm_verify(
         rearrange(part, "t (h d) -> 1 t h d", d=self.head_dim)
         for part in activations.split(self.local_projection_size, dim=-1)
     )
-    inputs = (q, k, v, raw_g, raw_beta, self.A_log, self.dt_bias, self.gate_lower_bound, state)
+    records = self.recoverssm_records
+    inputs = (q, k, v, raw_g, raw_beta, self.A_log, self.dt_bias, self.gate_lower_bound)
     rows = (query_start_loc, state_indices, self.spec_query_len)
     if folds is None:
-        verified: torch.Tensor = kda_recoverssm_verify(*inputs, context.step_records, *rows, out)
-        context.keep(self.recoverssm_records, state_indices.shape[0])
+        verified: torch.Tensor = kda_recoverssm_verify(
+            *inputs, state, context.step_records, *rows, out
+        )
+        context.keep(records, state_indices.shape[0])
         return verified
-    kept = (context.write_rows, context.slots)
-    return verify_window(*inputs, self.recoverssm_records, *rows, *kept, folds, out)
+    out = v.new_empty(v.shape) if out is None else out
+    ledger = context.ledger
+    return fold_verify(
+        Window(*inputs, *rows),
+        state,
+        as_operands(records),
+        ledger.write_rows,
+        ledger.slots,
+        folds,
+        out,
+    )

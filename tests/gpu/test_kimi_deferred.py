@@ -36,7 +36,7 @@ def sizes(**changes: Any) -> Any:
 
 def both_kernels(monkeypatch: pytest.MonkeyPatch, *, heads: int) -> None:
     """Run the chunk kernels from three rows on, the sequential one below."""
-    from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm import verify
+    from vllm_overlay.kda import verify
 
     monkeypatch.setattr(verify, "CHUNK_FROM", 3 * heads)
 

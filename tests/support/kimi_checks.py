@@ -16,12 +16,12 @@ import tests.support.interpreter  # noqa: F401 (before vLLM)
 # isort: split
 import torch
 from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm import context, state
-from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm import verify as folding
 
 from tests.support.kimi_compare import flush
 from tests.support.kimi_reference import FUSED, errors
 from tests.support.kimi_schedule import ALIGNED, ALWAYS, Schedule, drive
 from tests.support.kimi_world import Row, Sizes, World, verify
+from vllm_overlay.kda import verify as folding
 
 MEASURED = Path(__file__).parents[2] / "bench" / "results" / "kda-deferred-2026-11-30.json"
 KERNELS = {"seq/16/1/1": "sequential", "chunk/16/1/1": "chunk"}  # as measured, as named here
@@ -53,11 +53,11 @@ def schedule(sizes: Sizes, wanted: list[str], *, steps: int, seed: int) -> None:
         used[kernel] += 1
         return kernel
 
-    choose, folding.kernel_for = folding.kernel_for, by_rows
+    choose, folding.triton_form = folding.triton_form, by_rows
     try:
         seen = drive(sizes, fused=(False, True), steps=steps, seed=seed).seen
     finally:
-        folding.kernel_for = choose
+        folding.triton_form = choose
     assert not [kind for kind in wanted if not seen[kind]], seen
     assert len(used) == len(FUSED), used
 
@@ -127,8 +127,8 @@ def a_flush_writes_no_old_boundary() -> None:
     one_step(world, [Row(0, 12, 3, 2), Row(1, 12, 3, 2)], inputs(6), [2, 3])
     for groups in world.attn_groups:
         made = groups[0].get_metadata_builder(0).recoverssm_context
-        made.due_boundaries.fill_(9)
-        made.due_boundary_lens.fill_(1)
+        made.ledger.due.boundaries.fill_(9)
+        made.ledger.due.boundary_lens.fill_(1)
     before = states(world)
     flush(world, [0, 1], [1, 2])
     for old, new in zip(before, states(world), strict=True):
@@ -199,7 +199,7 @@ def kernels_by_size() -> None:
     assert len(both) == 16
     for (requests, heads, _), taken in both.items():
         faster = min(KERNELS, key=taken.__getitem__)
-        assert folding.kernel_for(requests, heads) is FUSED[KERNELS[faster]]
+        assert folding.triton_form(requests, heads) is FUSED[KERNELS[faster]]
 
 
 def records_come_first() -> None:
