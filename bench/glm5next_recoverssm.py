@@ -246,7 +246,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             torch.cuda.empty_cache()
     finally:  # what was measured is kept, whatever ends it
         if options.save and rows:
-            print(save("glm5next-recoverssm-kernels", command, rows, machine(ceiling), options.save))
+            print(
+                save("glm5next-recoverssm-kernels", command, rows, machine(ceiling), options.save)
+            )
     print(*rows[0])
     return 0
 

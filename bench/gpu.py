@@ -28,7 +28,7 @@ def graph(call: Call) -> Callable[[], None]:
 
 
 def median_ms(call: Call, rep: float = 60) -> float:
-    """Return the median time of a call in ms, the L2 cache cleared before each; ``rep`` ms of it."""
+    """Return the median ms of a call, the L2 cache cleared before each; ``rep`` ms of them."""
     return float(triton.testing.do_bench(call, warmup=15, rep=rep, return_mode="median"))
 
 

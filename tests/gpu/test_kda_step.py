@@ -18,11 +18,11 @@ if not Path("/dev/nvidiactl").exists():  # before anything large is imported
     pytest.skip("no GPU", allow_module_level=True)
 
 import torch
+
+from bench.gpu import compile_all
 from tests.support import kda_untouched
 from tests.support.kda_float64 import CASES, Case, Course, Outcome, errors, float64
 from tests.support.kda_forms import Verify, folding, stock
-
-from bench.gpu import compile_all
 from vllm_overlay.kda import native
 from vllm_overlay.kda.chunk import verify_chunk
 from vllm_overlay.kda.sequential import verify_sequential

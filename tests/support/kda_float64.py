@@ -54,7 +54,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outputs [tokens, heads, DIM] of the watched steps; the states that the last one began from."""
+    """Outputs [tokens, heads, DIM] of the watched steps; states that the last one began from."""
 
     outputs: list[torch.Tensor]
     state: torch.Tensor
@@ -128,8 +128,7 @@ def replay(
     live = places < counts[:, None]
     index = torch.where(places < course.lens[step][:, None], index, 0)
     q, k, v, gate, beta = (
-        part[0][index].double()
-        for part in (tokens.q, tokens.k, tokens.v, tokens.gate, tokens.beta)
+        part[0][index].double() for part in (tokens.q, tokens.k, tokens.v, tokens.gate, tokens.beta)
     )
     q = q * (q.square().sum(-1, keepdim=True) + 1e-6).rsqrt() * DIM**-0.5
     k = k * (k.square().sum(-1, keepdim=True) + 1e-6).rsqrt()

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from tests.support.kda_float64 import DIM, Course, Outcome
 from vllm.models.glm5next.nvidia.ops.third_party.kda import fused_recurrent_kda
 from vllm.models.kimi_k3.nvidia.ops import recoverssm as k3
 
+from tests.support.kda_float64 import DIM, Course, Outcome
 from vllm_overlay.kda.operands import Folds, Records, Window
 
 Run = Callable[[Course], Outcome]
@@ -105,6 +105,42 @@ def stock_k3(course: Course) -> Outcome:
     return Outcome(outputs, state[blocks.long()])
 
 
+def exact(course: Course) -> Outcome:
+    """The fix glm5next-recoverssm, which must be applied; in fp32 as ``stock_glm``."""
+    from vllm.models.glm5next.common import recoverssm_commit as glm
+
+    case, device, outputs = course.case, course.start.device, []
+    blocks, state = _checkpoints(course)
+    sizes = (case.rows, case.heads, DIM, case.window)
+    records = glm.allocate_records(*sizes, torch.float32, device)
+    conv = torch.zeros(case.rows + 1, 2 + case.window, 3 * case.heads * DIM, device=device)
+    layer = SimpleNamespace(kv_cache=(conv, state), recoverssm_records=records)
+    context = glm.Glm5NextRecoverSSMCommitContext.create(
+        [layer], spec_query_len=case.window, max_num_reqs=case.rows
+    )
+    for step in range(case.steps):
+        tokens = course.tokens(step)
+        out = glm.kda_recoverssm_verify(
+            q=tokens.q.float(),
+            k=tokens.k.float(),
+            v=tokens.v.float(),
+            g=tokens.gate,
+            beta=tokens.beta,
+            a_log=course.a_log,
+            g_bias=course.gate_bias,
+            lower_bound=case.lower_bound,
+            checkpoint_state=state,
+            records=records,
+            query_start_loc=tokens.start_loc,
+            state_indices=blocks,
+        )
+        if step in case.watched:
+            outputs.append(out[0])
+        if step < case.steps - 1:
+            context.commit(course.accepted[step], blocks, tokens.start_loc)
+    return Outcome(outputs, state[blocks.long()])
+
+
 class Ring:
     """Records in two halves of ``rows``, which steps write in turn, and a scratch row.
 
@@ -149,7 +185,7 @@ def window_of(course: Course, step: int, blocks: torch.Tensor) -> Window:
 
 
 def folding(verify: Verify, *, unit: bool, out: torch.dtype = torch.float32) -> Run:
-    """Return the run of a verify that folds, with unit or raw records and outputs of type ``out``."""
+    """Return the run of a verify that folds: with unit or raw records, outputs of type ``out``."""
 
     def run(course: Course) -> Outcome:
         case, outputs = course.case, []

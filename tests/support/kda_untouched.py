@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+
 from tests.support.kda_float64 import DIM, Case, Course
 from tests.support.kda_forms import Ring, Verify, window_of
-
 from vllm_overlay.kda.operands import Folds
 
 BLOCKS, GAP, SPARE = 9, 64, 3  # blocks of the cache, elements between them, tokens of no row
