@@ -39,46 +39,59 @@ class Setup:
     """
 
     def __init__(
-        self, heads: int, rows: int, *, state: torch.dtype = torch.float32, port: bool = False
+        self,
+        heads: int,
+        rows: int,
+        *,
+        state: torch.dtype = torch.float32,
+        port: bool = False,
+        layers: int = LAYERS,
+        device: str = "cuda",
     ) -> None:
         torch.manual_seed(0)
         self.heads, self.rows, self.state, self.port = heads, rows, state, port
+        self.device = device
         size = (heads, DIM, DIM)
-        self.slots = (1 + torch.randperm(rows * WINDOW, device="cuda")).view(rows, WINDOW).int()
-        self.blocks = (1 + torch.randperm(rows, device="cuda")).int()
-        self.start = torch.arange(0, rows * WINDOW + 1, WINDOW, dtype=torch.int32, device="cuda")
-        self.ones = torch.ones(rows, dtype=torch.int32, device="cuda")
+        self.slots = (
+            (1 + torch.randperm(rows * WINDOW, device=self.device)).view(rows, WINDOW).int()
+        )
+        self.blocks = (1 + torch.randperm(rows, device=self.device)).int()
+        self.start = torch.arange(
+            0, rows * WINDOW + 1, WINDOW, dtype=torch.int32, device=self.device
+        )
+        self.ones = torch.ones(rows, dtype=torch.int32, device=self.device)
         per_layer = (1 + rows * WINDOW) * heads * DIM * DIM * state.itemsize
-        kept = max(1, min(LAYERS, STOCK_BYTES // per_layer))
+        kept = max(1, min(layers, STOCK_BYTES // per_layer))
         stock = [
-            torch.randn(1 + rows * WINDOW, *size, device="cuda", dtype=state) for _ in range(kept)
+            torch.randn(1 + rows * WINDOW, *size, device=self.device, dtype=state)
+            for _ in range(kept)
         ]
-        self.layers = [self._layer(stock[number % kept]) for number in range(LAYERS)]
+        self.layers = [self._layer(stock[number % kept]) for number in range(layers)]
         groups = [self.layers[group::GROUPS] for group in range(GROUPS)]
         self.groups = groups
         self.contexts = [self._context(layers) for layers in groups]
         self.table = recoverssm_commit.CommitTable.create(self.contexts)
-        self.replay_table = torch.zeros((rows, WINDOW + 1), dtype=torch.int32, device="cuda")
+        self.replay_table = torch.zeros((rows, WINDOW + 1), dtype=torch.int32, device=self.device)
         self.from_column = torch.full_like(self.ones, WINDOW + 1)
 
     def _layer(self, stock: torch.Tensor) -> dict[str, Any]:
         heads, rows, tokens = self.heads, self.rows, self.rows * WINDOW
-        mixed = torch.randn(tokens, 3 * heads * DIM, device="cuda").bfloat16()
-        new = {"device": "cuda", "dtype": torch.bfloat16}
+        mixed = torch.randn(tokens, 3 * heads * DIM, device=self.device).bfloat16()
+        new = {"device": self.device, "dtype": torch.bfloat16}
         channels = 3 * heads * DIM
-        conv = torch.randn(1 + rows, 3 + WINDOW - 1, channels, device="cuda").bfloat16()
+        conv = torch.randn(1 + rows, 3 + WINDOW - 1, channels, device=self.device).bfloat16()
         layer: dict[str, Any] = {
             "stock": stock,
-            "state": torch.randn(1 + rows, heads, DIM, DIM, device="cuda", dtype=self.state),
+            "state": torch.randn(1 + rows, heads, DIM, DIM, device=self.device, dtype=self.state),
             "conv": conv,
             "qkv": tuple(part.view(1, tokens, heads, DIM) for part in mixed.split(heads * DIM, -1)),
             "gate": torch.randn(1, tokens, heads, DIM, **new),
             "beta": torch.randn(1, tokens, 3 * heads, **new)[..., heads : 2 * heads],
             "out": torch.empty(1, tokens, heads, DIM, **new),
-            "a_log": torch.rand(heads, device="cuda"),
-            "bias": torch.rand(heads * DIM, device="cuda"),
+            "a_log": torch.rand(heads, device=self.device),
+            "bias": torch.rand(heads * DIM, device=self.device),
             "records": recoverssm_commit.allocate_records(
-                rows, heads, DIM, WINDOW, torch.float32, torch.device("cuda")
+                rows, heads, DIM, WINDOW, torch.float32, torch.device(self.device)
             ),
         }
         if self.port:

@@ -7,6 +7,7 @@ once it is known how many tokens were accepted of each request (int32 [requests]
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -20,7 +21,6 @@ from vllm_overlay.kda.operands import Records, Window
 from vllm_overlay.kda.verify import Verify
 
 LOWER_BOUND = -5.0
-UNIT = False  # the records of the fast form: as they came, or unit keys and decays in fp32
 
 
 class Step(Protocol):
@@ -60,11 +60,15 @@ class Exact:
 
 
 class Fast:
-    """Verifies that fold what the step before has accepted; a commit of counts and windows."""
+    """Verifies that fold what the step before has accepted; a commit of counts and windows.
 
-    def __init__(self, setup: Setup, verify: Verify) -> None:
-        self.setup, self.verify = setup, verify
-        rows, device = setup.rows, torch.device("cuda")
+    ``unit``: its records are unit keys and decays in fp32, as GLM-5.3-Flash's fix has them, or keys
+    and gates as they came.
+    """
+
+    def __init__(self, setup: Setup, verify: Verify, *, unit: bool = True) -> None:
+        self.setup, self.verify, self.unit = setup, verify, unit
+        rows, device = setup.rows, torch.device(setup.device)
         self.slots = torch.randperm(rows, device=device).int()
         self.pending = torch.zeros(rows, dtype=torch.int32, device=device)
         self.groups = [
@@ -74,11 +78,13 @@ class Fast:
 
     def _records(self) -> Records:
         rows, heads = 2 * (self.setup.rows + 1), self.setup.heads
-        new: dict[str, Any] = {"dtype": torch.float32, "device": "cuda"}
-        if UNIT:
+        new: dict[str, Any] = {"dtype": torch.float32, "device": self.setup.device}
+        if self.unit:
             parts = torch.empty(rows, WINDOW, 3, heads, DIM, **new).permute(2, 0, 3, 1, 4)
             return Records(parts[2], parts[0], parts[1], unit=True)
-        pairs = torch.empty(rows, heads, WINDOW, 2 * DIM, dtype=torch.bfloat16, device="cuda")
+        pairs = torch.empty(
+            rows, heads, WINDOW, 2 * DIM, dtype=torch.bfloat16, device=self.setup.device
+        )
         corrections = torch.empty(rows, heads, WINDOW, DIM, **new)
         keys, gates = pairs.split(DIM, -1)
         return Records(corrections, keys, gates, unit=False)
@@ -126,7 +132,7 @@ class KimiK3:
 
     def __init__(self, setup: Setup, _verify: Verify) -> None:
         self.setup = setup
-        sizes = (setup.rows, setup.heads, WINDOW, DIM, torch.bfloat16, torch.device("cuda"))
+        sizes = (setup.rows, setup.heads, WINDOW, DIM, torch.bfloat16, torch.device(setup.device))
         self.records = [
             [k3.KDARecoverSSMRecords.allocate(*sizes) for _ in layers] for layers in setup.groups
         ]
@@ -179,4 +185,5 @@ FORMS: dict[str, Callable[[Setup, Verify], Step]] = {
     "exact": Exact,
     "fast": Fast,
     "k3": KimiK3,
+    "fast-raw": partial(Fast, unit=False),
 }

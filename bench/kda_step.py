@@ -2,8 +2,8 @@
 
 The step is everything between two forwards for all of GLM-5.3-Flash's 34 KDA layers in four groups:
 verify, and commit where there is one. ``stock`` keeps a state for each token; ``exact`` is
-the fix glm5next-recoverssm, ``fast`` its verify that folds, ``k3`` the RecoverSSM that vLLM has for
-Kimi-K3. Times are medians of replayed CUDA graphs, caches cold; errors are against float64, outputs
+the fix glm5next-recoverssm, ``fast`` its verify that folds (``fast-raw``: with records as they
+came), ``k3`` the RecoverSSM that vLLM has for Kimi-K3. Times are medians of replayed CUDA graphs, caches cold; errors are against float64, outputs
 before rounding. On a GPU, with the fix applied:
 ``python -m tests.support.with_fixes glm5next-recoverssm python -m bench.kda_step --save``
 """
@@ -25,7 +25,7 @@ import torch
 
 from bench.glm5next_recoverssm import DIM, LAYERS, WINDOW, Setup
 from bench.gpu import compile_all, copy_ceiling, graph, launches, machine, median_ms, seconds_used
-from bench.kda_forms import FORMS, UNIT, window_of
+from bench.kda_forms import FORMS, window_of
 from tests.support import kda_forms
 from tests.support.kda_float64 import Case, Course, Outcome, errors, float64
 from vllm_overlay.bench.record import RESULTS, save
@@ -102,7 +102,8 @@ def runs(verify: Verify) -> dict[str, kda_forms.Run]:
     return {
         "stock": kda_forms.stock_glm,
         "exact": kda_forms.exact,
-        "fast": kda_forms.folding(verify, unit=UNIT),
+        "fast": kda_forms.folding(verify, unit=True),
+        "fast-raw": kda_forms.folding(verify, unit=False),
         "k3": kda_forms.stock_k3,
     }
 
@@ -207,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=numbers, default=[128, 8, 64, 256, 16, 32])
     parser.add_argument("--states", type=names, default=list(STATES))
     parser.add_argument("--accepted", type=numbers, default=[3, 1, 8])
-    parser.add_argument("--forms", type=names, default=list(FORMS))
+    parser.add_argument("--forms", type=names, default=list(FORMS)[:4])
     parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing after so many")
     parser.add_argument("--save", type=Path, nargs="?", const=RESULTS, help="keep the rows there")
     options = parser.parse_args(arguments)
