@@ -1,10 +1,10 @@
 """A whole speculative step of KDA layers, side by side: stock, exact, fast, and Kimi-K3's own.
 
 The step is everything between two forwards for all of GLM-5.3-Flash's 34 KDA layers in four groups:
-verify, and commit where there is one. ``stock`` keeps a state for each token; ``exact`` is
-the fix glm5next-recoverssm, ``fast`` its verify that folds (``fast-raw``: with records as they
-came), ``k3`` the RecoverSSM that vLLM has for Kimi-K3. Times are medians of replayed CUDA graphs, caches cold; errors are against float64, outputs
-before rounding. On a GPU, with the fix applied:
+verify, and commit where there is one. ``stock`` keeps a state for each token; ``exact`` is the
+fix glm5next-recoverssm, ``fast`` its verify that folds (``fast-raw``: with records as they came),
+``k3`` the RecoverSSM that vLLM has for Kimi-K3. Times are medians of replayed CUDA graphs, caches
+cold; errors are against float64, outputs before rounding. On a GPU, with the fix applied:
 ``python -m tests.support.with_fixes glm5next-recoverssm python -m bench.kda_step --save``
 """
 

@@ -64,7 +64,8 @@ class Course:
     """The inputs of a case, in bfloat16, laid out as a layer has them.
 
     ``start`` [rows, heads, DIM, DIM] in the state's dtype; ``lens`` and ``accepted`` int32
-    [steps, rows].
+    [steps, rows]. Each step's part of a tensor begins at a multiple of 16 bytes: Triton would
+    compile a kernel anew where one does not.
     """
 
     def __init__(self, case: Case, device: str, seed: int = 0) -> None:
@@ -97,13 +98,14 @@ class Course:
             logits[..., 1::2] -= FAR
         self.gate = (logits + ends.get(case.decay, 0.0)).bfloat16()
         beta = {"low": -12.0, "high": 12.0}.get(case.beta, 0.0)
-        self.beta = (normal(tokens, 3 * heads) + beta).bfloat16()
+        self.column = -(-heads // 8) * 8  # where beta begins in its buffer
+        self.beta = (normal(tokens, 3 * self.column) + beta).bfloat16()
         self.a_log = torch.rand(heads, generator=dice, device=device) - 1
         self.gate_bias = normal(heads * DIM)
         self.start = (case.scale * normal(rows, heads, DIM, DIM)).to(case.state)
-        self.lens, self.accepted = lens.int().to(device), accepted.int().to(device)
-        before = torch.zeros(steps, 1, dtype=torch.int32, device=device)
-        self.start_loc = torch.cat([before, self.lens.cumsum(1).int()], 1)
+        self.lens, self.accepted = aligned(lens, device), aligned(accepted, device)
+        ends_of_rows = torch.nn.functional.pad(lens.cumsum(1), (1, 0))
+        self.start_loc = aligned(ends_of_rows, device)
 
     def tokens(self, step: int) -> Tokens:
         heads, part = self.case.heads, slice(self.ends[step], self.ends[step + 1])
@@ -111,8 +113,16 @@ class Course:
             columns.unflatten(-1, (heads, DIM))
             for columns in self.mixed[None, part].split(heads * DIM, -1)
         )
-        beta = self.beta[None, part, heads : 2 * heads]
+        beta = self.beta[None, part, self.column : self.column + heads]
         return Tokens(q, k, v, self.gate[None, part], beta, self.start_loc[step])
+
+
+def aligned(counts: torch.Tensor, device: str | torch.device) -> torch.Tensor:
+    """Return counts [steps, n] as int32, every step's at a multiple of 16 bytes."""
+    steps, count = counts.shape
+    wide = torch.zeros(steps, -(-count // 4) * 4, dtype=torch.int32, device=device)
+    wide[:, :count] = counts.to(device)
+    return wide[:, :count]
 
 
 def replay(

@@ -10,7 +10,7 @@ import torch
 from vllm.models.glm5next.nvidia.ops.third_party.kda import fused_recurrent_kda
 from vllm.models.kimi_k3.nvidia.ops import recoverssm as k3
 
-from tests.support.kda_float64 import DIM, Course, Outcome
+from tests.support.kda_float64 import DIM, Course, Outcome, aligned
 from vllm_overlay.kda.operands import Folds, Records, Window
 
 Run = Callable[[Course], Outcome]
@@ -163,7 +163,7 @@ class Ring:
             keys, gates = pairs.split(DIM, -1)
             self.data = [corrections, pairs]
         self.records = Records(corrections, keys, gates, unit)
-        self.rows = torch.arange(self.scratch, dtype=torch.int32, device=device).view(2, -1)
+        self.rows = aligned(torch.arange(self.scratch).view(2, -1), device)
 
 
 def window_of(course: Course, step: int, blocks: torch.Tensor) -> Window:

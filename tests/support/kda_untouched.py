@@ -23,9 +23,15 @@ class Launch:
     """
 
     def __init__(
-        self, *, unit: bool, state: torch.dtype, device: str, pending: tuple[int, ...]
+        self,
+        *,
+        unit: bool,
+        state: torch.dtype,
+        device: str,
+        heads: int = 4,
+        pending: tuple[int, ...] = (3, 0, 0, 0, 8),
     ) -> None:
-        case = Case(rows=5, steps=2, ragged=True, heads=2, state=state)
+        case = Case(rows=5, steps=2, ragged=True, heads=heads, state=state)
         self.course = course = Course(case, device, seed=3)
         blocks = torch.tensor([5, 0, 8, -1, 2], dtype=torch.int32, device=device)
         self.live = torch.tensor([0, 2, 4], device=device)
@@ -69,14 +75,14 @@ class Launch:
         return out
 
 
-def no_stray_write(verify: Verify, *, unit: bool, state: torch.dtype, device: str) -> None:
+def no_stray_write(verify: Verify, **layout: Any) -> None:
     """Only folded states, written record rows and the rows' own outputs change."""
-    launch = Launch(unit=unit, state=state, device=device, pending=(3, 0, 0, 0, 8))
+    launch = Launch(**layout)
     out = launch.verify(verify)
     folded = launch.blocks[[0, 2]]
     for block in folded:
-        assert not torch.equal(launch.state[block], launch.before[0][block, :-GAP].view_as(
-            launch.state[block])), f"block {int(block)} was not folded"  # fmt: skip
+        moved = not torch.equal(launch.cache[block], launch.before[0][block])
+        assert moved, f"block {int(block)} was not folded"
     allowed = launch.before[0].clone()
     allowed[folded, :-GAP] = launch.cache[folded, :-GAP]
     assert torch.equal(launch.cache, allowed), "a state changed that has nothing to fold"
@@ -98,9 +104,9 @@ def no_stray_write(verify: Verify, *, unit: bool, state: torch.dtype, device: st
             assert bool((own != OLD).all()), "an output was not written"
 
 
-def rows_are_apart(verify: Verify, *, unit: bool, state: torch.dtype, device: str) -> None:
+def rows_are_apart(verify: Verify, **layout: Any) -> None:
     """A row has the same bits whatever the others are: here, all but the last become padded."""
-    launch = Launch(unit=unit, state=state, device=device, pending=(3, 0, 0, 0, 8))
+    launch = Launch(**layout)
     out = launch.verify(verify)
     kept = launch.state[launch.blocks[2]].clone(), launch.ring.data[0][launch.ring.scratch].clone()
     launch.window.blocks[:4] = 0
@@ -111,12 +117,12 @@ def rows_are_apart(verify: Verify, *, unit: bool, state: torch.dtype, device: st
     assert torch.equal(kept[1], launch.ring.data[0][launch.ring.scratch])
 
 
-def replay_is_eager(verify: Verify, *, unit: bool, state: torch.dtype, device: str) -> None:
+def replay_is_eager(verify: Verify, **layout: Any) -> None:
     """A captured CUDA graph gives the bits of the eager launch, also once its inputs changed."""
-    launch = Launch(unit=unit, state=state, device=device, pending=(3, 0, 0, 0, 8))
+    launch = Launch(**layout)
     launch.verify(verify)
     ring, folds = launch.ring, launch.folds
-    out = torch.full(launch.window.v.shape, OLD, device=device)
+    out = torch.full(launch.window.v.shape, OLD, device=launch.state.device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         verify(
@@ -133,6 +139,7 @@ def replay_is_eager(verify: Verify, *, unit: bool, state: torch.dtype, device: s
             assert torch.equal(found, expected), "a replay differs from an eager launch"
 
 
+# What runs without CUDA too.
 CHECKS: dict[str, Callable[..., None]] = {
     "no_stray_write": no_stray_write,
     "rows_are_apart": rows_are_apart,
