@@ -80,12 +80,12 @@ class Fast:
         rows, heads = 2 * (self.setup.rows + 1), self.setup.heads
         new: dict[str, Any] = {"dtype": torch.float32, "device": self.setup.device}
         if self.unit:
-            parts = torch.empty(rows, WINDOW, 3, heads, DIM, **new).permute(2, 0, 3, 1, 4)
+            parts = torch.zeros(rows, WINDOW, 3, heads, DIM, **new).permute(2, 0, 3, 1, 4)
             return Records(parts[2], parts[0], parts[1], unit=True)
-        pairs = torch.empty(
+        pairs = torch.zeros(
             rows, heads, WINDOW, 2 * DIM, dtype=torch.bfloat16, device=self.setup.device
         )
-        corrections = torch.empty(rows, heads, WINDOW, DIM, **new)
+        corrections = torch.zeros(rows, heads, WINDOW, DIM, **new)
         keys, gates = pairs.split(DIM, -1)
         return Records(corrections, keys, gates, unit=False)
 
