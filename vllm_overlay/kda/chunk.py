@@ -95,7 +95,7 @@ def window_kernel(
         q = tl.load(q_ptr + token * stride_q + in_keys, mask=valid, other=0.0)
         k = tl.load(k_ptr + token * stride_k + in_keys, mask=valid, other=0.0)
         g = tl.load(gate_ptr + token * stride_gate + in_keys, mask=valid, other=0.0)
-        query = unit(q.to(tl.float32)) * (K**-0.5)
+        query = unit(q.to(tl.float32), K**-0.5)
         key = unit(k.to(tl.float32))
         step = decay(g.to(tl.float32), bias, rate, lower_bound)
         before *= step

@@ -136,7 +136,7 @@ def sequential_kernel(
         g = tl.load(gate_ptr + token * stride_gate + in_keys, mask=valid, other=0.0)
         v = tl.load(v_ptr + token * stride_v + in_values, mask=valid, other=0.0)
         beta = tl.load(beta_ptr + token * stride_beta + head, mask=valid, other=0.0)
-        query = tl.reshape(unit(q.to(tl.float32)) * (K**-0.5), (1, 1, K))
+        query = tl.reshape(unit(q.to(tl.float32), K**-0.5), (1, 1, K))
         unit_key = unit(k.to(tl.float32))
         key = tl.reshape(unit_key, (1, 1, K))
         step = decay(g.to(tl.float32), bias, rate, lower_bound)

@@ -8,9 +8,9 @@ from vllm.triton_utils import tl, triton
 
 
 @triton.jit
-def unit(x):
-    """``x`` [K] at length 1."""
-    return x * tl.rsqrt(tl.sum(x * x) + 1e-6)
+def unit(x, length: tl.constexpr = 1.0):
+    """``x`` [K] at ``length``."""
+    return x * (tl.rsqrt(tl.sum(x * x) + 1e-6) * length)
 
 
 @triton.jit
