@@ -128,7 +128,7 @@ def test_outputs_in_the_activations_type(form: str, state: str, records: str) ->
 @on_records
 @on_states
 @on_forms
-@pytest.mark.parametrize("name", [*kda_untouched.CHECKS, "replay_is_eager"])
+@pytest.mark.parametrize("name", kda_untouched.CHECKS)
 def test_what_is_left_alone(name: str, form: str, state: str, records: str) -> None:
-    check = kda_untouched.CHECKS.get(name, kda_untouched.replay_is_eager)
+    check = kda_untouched.CHECKS[name]
     check(FORMS[form], unit=UNITS[records], state=DTYPES[state], device="cuda")

@@ -1,4 +1,4 @@
-"""The Triton forms of the fused KDA step against float64 and beside stock, in the interpreter."""
+"""The Triton forms of the fused KDA step at real head size, beside stock, in the interpreter."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ import pytest
 
 from tests.support.kernels import interpreted, release
 
-FORMS = ("chunk", "sequential")
-CASES = ("uneven_decay", "ragged_window_5", "unbounded_at_once_gone")
-CHECKS = ("no_stray_write", "rows_are_apart")
-NAMES = [f"{name}-{form}" for form in FORMS for name in (*CASES, *CHECKS)]
+NAMES = ["right-chunk", "apart-chunk", "right-sequential", "apart-sequential"]
 
 
 @pytest.fixture(scope="module")

@@ -22,19 +22,21 @@ from vllm_overlay.kda.sequential import verify_sequential
 # isort: on
 
 interpreter.rebind()
+CASE = replace(CASES["uneven_decay"], heads=1, rows=2, steps=2)
 FORMS: dict[str, Verify] = {"chunk": verify_chunk, "sequential": verify_sequential}
-NAMED = ("uneven_decay", "ragged_window_5", "unbounded_at_once_gone")
 
 
 @cache
-def known(name: str) -> tuple[Course, Outcome, dict[str, float]]:
-    course = Course(replace(CASES[name], heads=1, rows=2, steps=2), "cpu")
+def known() -> tuple[Course, Outcome, dict[str, float]]:
+    """Return the case's course, what float64 makes of it, and stock's errors."""
+    course = Course(CASE, "cpu")
     want = float64(course)
     return course, want, errors(stock(course), want)
 
 
-def right(name: str, verify: Verify, *, unit: bool) -> None:
-    course, want, of_stock = known(name)
+def right(verify: Verify, *, unit: bool) -> None:
+    """Steep and flat decays side by side: errors within the bars that a GPU's tests have."""
+    course, want, of_stock = known()
     got = errors(folding(verify, unit=unit)(course), want)
     for part in ("outputs", "state"):
         assert got[part] <= max(1e-6, 8 * of_stock[part]), (part, got, of_stock)
@@ -42,15 +44,13 @@ def right(name: str, verify: Verify, *, unit: bool) -> None:
 
 
 def checks() -> dict[str, Callable[[], None]]:
-    """Return the checks by name: each case with each form, with one of its two kinds of records."""
+    """Return the checks by name: each form with one of the two kinds of records."""
     found: dict[str, Callable[[], None]] = {}
-    for number, (form, verify) in enumerate(FORMS.items()):
-        for place, name in enumerate(NAMED):
-            unit = (number + place) % 2 == 0
-            found[f"{name}-{form}"] = partial(right, name, verify, unit=unit)
-        for name, check in kda_untouched.CHECKS.items():
-            layout = {"unit": number == 1, "state": torch.bfloat16, "device": "cpu", "heads": 1}
-            found[f"{name}-{form}"] = partial(check, verify, **layout)
+    for form, verify in FORMS.items():
+        unit = form == "chunk"
+        layout = {"unit": not unit, "state": torch.bfloat16, "device": "cpu", "heads": 1}
+        found[f"right-{form}"] = partial(right, verify, unit=unit)
+        found[f"apart-{form}"] = partial(kda_untouched.rows_are_apart, verify, **layout)
     return found
 
 

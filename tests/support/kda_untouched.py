@@ -139,8 +139,8 @@ def replay_is_eager(verify: Verify, **layout: Any) -> None:
             assert torch.equal(found, expected), "a replay differs from an eager launch"
 
 
-# What runs without CUDA too.
 CHECKS: dict[str, Callable[..., None]] = {
     "no_stray_write": no_stray_write,
     "rows_are_apart": rows_are_apart,
+    "replay_is_eager": replay_is_eager,
 }
