@@ -1,7 +1,7 @@
 """Plots of the results: the time of a KDA step by requests, the engine's throughput by streams.
 
-``python -m bench.plots`` (or ``make plots``) reads the newest ``kda-step`` and
-``glm5next-recoverssm-engine`` files of ``bench/results`` and writes to its folder ``plots``. Needs
+``python -m bench.plots`` (or ``make plots``) reads the ``kda-step`` and ``glm5next-recoverssm-engine``
+files of ``bench/results``, of the newest day each, and writes to its folder ``plots``. Needs
 matplotlib, which is in the extra ``bench``.
 """
 
@@ -21,7 +21,7 @@ from vllm_overlay.errors import EXIT_USAGE, ConfigError
 STEP, ENGINE = "kda-step", "glm5next-recoverssm-engine"
 FORMS = ("stock", "exact", "fast", "k3")
 FLOOR = "memory floor"
-SIDES = {"off": "off", "on": "exact", "exact": "exact", "fast": "fast"}  # as measured, as drawn
+SIDES = {"off": "off", "on": "exact", "fast": "fast"}  # as measured, as drawn
 COLOURS = {
     "stock": "#444444",
     "off": "#444444",
@@ -56,15 +56,19 @@ class Plot:
 
 
 def newest(name: str, folder: Path) -> list[Json]:
-    """Return the rows of the newest result of that name. Raises ConfigError if there is none."""
+    """Return the rows of a result, those of its newest day by rising time.
+
+    A bench may have measured in several runs. Raises ConfigError if there is none.
+    """
     found = [json.loads(file.read_text()) for file in folder.glob(f"{name}-20*.json")]
     if not found:
         raise ConfigError(
             "there is nothing to plot", file=folder, found=f"no {name}-*.json",
             expected="a result of its bench", remedy="run the bench with --save, or name --results",
         )  # fmt: skip
-    rows: list[Json] = max(found, key=lambda result: str(result["date"]))["rows"]
-    return rows
+    found.sort(key=lambda result: str(result["date"]))
+    day = found[-1]["date"][:10]
+    return [row for result in found if result["date"].startswith(day) for row in result["rows"]]
 
 
 def step_plot(rows: Iterable[Json], accepted: int) -> Plot:

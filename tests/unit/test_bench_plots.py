@@ -73,7 +73,7 @@ def test_a_form_that_was_not_measured_has_no_line() -> None:
     ("sides", "lines"),
     [
         (("off", "on"), {"off": 0, "exact": 9}),
-        (("off", "exact", "fast"), {"off": 0, "exact": 9, "fast": 18}),
+        (("off", "on", "fast"), {"off": 0, "exact": 9, "fast": 18}),
     ],
 )
 def test_the_engine_has_a_panel_for_heads_and_memory(
@@ -89,10 +89,24 @@ def test_the_engine_has_a_panel_for_heads_and_memory(
     assert not plot.both_log
 
 
-def test_the_newest_result_counts(tmp_path: Path) -> None:
-    for date, rows in (("2026-12-02", [{"new": 1}]), ("2026-12-01", [])):
-        save(tmp_path, plots.STEP, rows, date)
-    assert plots.newest(plots.STEP, tmp_path) == [{"new": 1}]
+def test_what_the_engine_bench_has_saved_can_be_drawn() -> None:
+    panels = plots.engine_plot(plots.newest(plots.ENGINE, plots.RESULTS)).panels
+    assert len(panels) == 4
+    for panel in panels:
+        assert list(panel.lines)[:2] == ["off", "exact"]
+        assert all([x for x, _ in line] == [8, 32, 64, 128] for line in panel.lines.values())
+
+
+def test_the_newest_day_counts_and_its_last_run_wins(tmp_path: Path) -> None:
+    runs = {"01T09": "old", "02T11": "last", "02T08": "first"}
+    for time, form in runs.items():
+        body = json.dumps({"date": f"2026-12-{time}:00:00+00:00", "rows": [{"form": form}]})
+        (tmp_path / f"{plots.STEP}-2026-12-{time}.json").write_text(body)
+    (tmp_path / f"{plots.STEP}-notes.json").write_text("[]")
+    rows = plots.newest(plots.STEP, tmp_path)
+    assert [row["form"] for row in rows] == ["first", "last"]
+    twice = [{"x": 8, "y": 1.0}, {"x": 4, "y": 2.0}, {"x": 8, "y": 3.0}]
+    assert plots.points(twice, "x", "y") == [(4, 2.0), (8, 3.0)]
 
 
 def test_without_a_result_one_line_says_so(
