@@ -15,7 +15,8 @@ import itertools
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import cache, lru_cache, partial
 from pathlib import Path
@@ -55,7 +56,11 @@ def floor_bytes(heads: int, requests: int, state: torch.dtype, accepted: int) ->
 def replayed_ms(call: Callable[[], object]) -> float:
     """Return the median time of a graph of ``call``, in ms."""
     replay = graph(call)
-    rough = median_ms(replay, rep=1)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    replay()
+    torch.cuda.synchronize()
+    rough = 1e3 * (time.perf_counter() - began)
     return median_ms(replay, rep=max(20.0, ROUNDS * rough))
 
 
@@ -196,19 +201,27 @@ def compile_for(heads: Sequence[int], states: Sequence[str], forms: Sequence[str
     return compile_all(calls, os.cpu_count() or 1)
 
 
+def numbers(text: str) -> list[int]:
+    """Read an option's numbers. Raises ValueError for anything else."""
+    return [int(part) for part in text.split(",")]
+
+
+def names(text: str, known: Iterable[str]) -> list[str]:
+    """Read an option's names. Raises ArgumentTypeError for one that is not known."""
+    found = text.split(",")
+    if unknown := set(found) - set(known):
+        wanted = f"expected of {', '.join(known)}"
+        raise argparse.ArgumentTypeError(f"unknown {', '.join(sorted(unknown))}; {wanted}")
+    return found
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    def numbers(text: str) -> list[int]:
-        return [int(part) for part in text.split(",")]
-
-    def names(text: str) -> list[str]:
-        return text.split(",")
-
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--heads", type=numbers, default=[64, 16, 12])
     parser.add_argument("--requests", type=numbers, default=[128, 8, 64, 256, 16, 32])
-    parser.add_argument("--states", type=names, default=list(STATES))
+    parser.add_argument("--states", type=partial(names, known=STATES), default=list(STATES))
     parser.add_argument("--accepted", type=numbers, default=[3, 1, 8])
-    parser.add_argument("--forms", type=names, default=list(FORMS)[:4])
+    parser.add_argument("--forms", type=partial(names, known=FORMS), default=list(FORMS)[:4])
     parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing after so many")
     parser.add_argument("--save", type=Path, nargs="?", const=RESULTS, help="keep the rows there")
     options = parser.parse_args(arguments)

@@ -1,8 +1,8 @@
 """Plots of the results: the time of a KDA step by requests, the engine's throughput by streams.
 
-``python -m bench.plots`` (or ``make plots``) reads the ``kda-step`` and ``glm5next-recoverssm-engine``
-files of ``bench/results``, of the newest day each, and writes to its folder ``plots``. Needs
-matplotlib, which is in the extra ``bench``.
+``python -m bench.plots`` (or ``make plots``) reads the files of ``kda-step`` and of
+``glm5next-recoverssm-engine`` in ``bench/results``, of the newest day each, and writes to its
+folder ``plots``. Needs matplotlib, which is in the extra ``bench``.
 """
 
 from __future__ import annotations
