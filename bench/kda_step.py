@@ -26,15 +26,16 @@ import torch
 
 from bench.glm5next_recoverssm import DIM, LAYERS, WINDOW, Setup
 from bench.gpu import compile_all, copy_ceiling, graph, launches, machine, median_ms, seconds_used
-from bench.kda_forms import FORMS, window_of
+from bench.kda_forms import FORMS
 from tests.support import kda_forms
 from tests.support.kda_float64 import Case, Course, Outcome, errors, float64
 from vllm_overlay.bench.record import RESULTS, save
 from vllm_overlay.kda import native
 from vllm_overlay.kda.chunk import verify_chunk
 from vllm_overlay.kda.sequential import verify_sequential
-from vllm_overlay.kda.verify import Verify, form_for
+from vllm_overlay.kda.verify import Verify, triton_form
 
+LIBRARY = native.library(torch.device("cuda"))
 STATES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROUNDS = 9  # of a measurement, at least
 ERROR_ROWS = 32  # of a measurement of errors, at most
@@ -131,7 +132,7 @@ class Table:
     def measure(self, heads: int, requests: int, state: str) -> None:
         """Measure the forms at one size: all times, then all errors."""
         setup = Setup(heads, requests, state=STATES[state])
-        verify = form_for(window_of(setup, setup.layers[0]))
+        verify = LIBRARY.fold_verify if LIBRARY else triton_form(requests, heads)
         found: list[Json] = []
         for form in ("stock", *(form for form in self.forms if form != "stock")):
             if seconds_used() > self.until:
@@ -184,8 +185,7 @@ def shown(row: Json) -> str:
 
 def compile_for(heads: Sequence[int], states: Sequence[str], forms: Sequence[str]) -> float:
     """Compile what the forms launch, in threads; return the seconds it took."""
-    library = native.library(torch.device("cuda"))
-    verifies = [verify_sequential, verify_chunk] if library is None else [library.fold_verify]
+    verifies = [LIBRARY.fold_verify] if LIBRARY else [verify_sequential, verify_chunk]
 
     def launch(count: int, state: torch.dtype) -> None:
         setup = Setup(count, 2, state=state)
