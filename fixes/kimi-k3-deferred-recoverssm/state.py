@@ -16,7 +16,6 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_update
 from vllm.models.kimi_k3.nvidia.kda_metadata import KimiK3KDAMetadataBuilder
 from vllm.models.kimi_k3.nvidia.ops.recoverssm import kda_recoverssm_verify
-from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm.boundary import near_boundary
 from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm.context import (
     FP32_DEFERRED,
     KDADeferredCommitContext,
@@ -29,7 +28,9 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.worker.gpu.model_states.recoverssm import RecoverSSMState
 from vllm.v1.worker.utils import AttentionGroup
 
+from vllm_overlay.kda.boundary import near_boundary
 from vllm_overlay.kda.operands import Window
+from vllm_overlay.kda.owners import Owners, is_dummy
 from vllm_overlay.kda.verify import fold_verify
 
 
@@ -103,23 +104,18 @@ def install_model_state(state: Any) -> None:
     deferred = DeferredRecoverSSMState(state.max_num_reqs, state.device)
     base_add_request, base_prepare_attn = state.add_request, state.prepare_attn
     base_remove_request = getattr(state, "remove_request", None)
-    slots: dict[str, int] = {}
-    left: dict[str, int] = {}  # the request that was removed last
+    owners = Owners()
 
     def remove_request(req_id: str) -> None:
         if base_remove_request is not None:
             base_remove_request(req_id)
-        left.clear()
-        if req_id in slots:
-            left[req_id] = slots.pop(req_id)
+        owners.leave(req_id)
 
     def add_request(req_index: int, new_req_data: Any) -> None:
         base_add_request(req_index, new_req_data)
-        name = getattr(new_req_data, "req_id", None)
-        if name in left:  # streamed more input: it is removed and added, and keeps its state
-            computed = new_req_data.num_computed_tokens
-            deferred.resume(left.pop(name), new_req_data.block_ids, computed)
-        slots[name] = req_index
+        left = owners.enter(new_req_data.req_id, req_index)
+        if left is not None:  # streamed more input: it is removed and added, and keeps its state
+            deferred.resume(left, new_req_data.block_ids, new_req_data.num_computed_tokens)
         deferred.add_request(req_index)
 
     def prepare_attn(
@@ -132,7 +128,7 @@ def install_model_state(state: Any) -> None:
         for_capture: bool = False,
         **options: Any,
     ) -> dict[str, Any]:
-        owned = not for_capture and not _is_dummy(input_batch)
+        owned = not for_capture and not is_dummy(input_batch)
         deferred.bind(attn_groups, input_batch.idx_mapping if owned else None)
         metadata: dict[str, Any] = base_prepare_attn(
             input_batch,
@@ -149,13 +145,6 @@ def install_model_state(state: Any) -> None:
     state.recoverssm = deferred
     state.add_request, state.remove_request = add_request, remove_request
     state.prepare_attn = prepare_attn
-
-
-def _is_dummy(input_batch: Any) -> bool:
-    """Tell whether no row has a prompt: warm-ups and piecewise captures use the slots 0, 1, ...
-    of requests that may exist, and are not announced as captures."""
-    prompts = getattr(input_batch, "prefill_len_np", None)
-    return prompts is not None and not prompts.any()
 
 
 def install_layers(layers: Any, *, fused: bool = True) -> None:
