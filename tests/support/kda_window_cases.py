@@ -64,22 +64,23 @@ def nothing_to_verify() -> None:
 def the_library_comes_first() -> None:
     """Where a CUDA library takes the window; else a Triton form, by rows x heads."""
     trial = Trial(Shape(2, False, None), seed=1)
+    operands = (trial.window, trial.state, trial.records, trial.out)
     asked: list[Any] = []
     taken: list[bool] = [True, False]
 
-    def takes(window: Any) -> bool:
+    def takes(window: Any, *operands: Any) -> bool:
         asked.append(window)
         return taken[len(asked) - 1]
 
     library, known = SimpleNamespace(takes=takes, fold_verify=FORMS["chunk"]), native.library
     native.library = lambda device: library  # type: ignore[assignment]
     try:
-        assert verify.form_for(trial.window) is FORMS["chunk"]
-        assert verify.form_for(trial.window) is FORMS["sequential"]
+        assert verify.form_for(*operands) is FORMS["chunk"]
+        assert verify.form_for(*operands) is FORMS["sequential"]
     finally:
         native.library = known
     assert asked == [trial.window, trial.window]
-    assert verify.form_for(trial.window) is FORMS["sequential"]
+    assert verify.form_for(*operands) is FORMS["sequential"]
     assert verify.triton_form(verify.CHUNK_FROM, 1) is FORMS["chunk"]
 
 

@@ -36,6 +36,7 @@ from vllm_overlay.activate.meeting import (
 from vllm_overlay.activate.receipt import fix_states, process_key
 from vllm_overlay.activate.state import State
 from vllm_overlay.activate.statement import differences, facts, run_record, told
+from vllm_overlay.kda.native import identity
 
 
 def guard(module: ModuleType, state: State) -> None:
@@ -109,6 +110,7 @@ def statement(state: State, rank: int, world: int) -> dict[str, Any]:
     host = os.uname().nodename
     address = record.get("node", {}).get("address") or os.environ.get("VLLM_HOST_IP", "")
     environ = record.get("environment") or state.environment
+    states = fix_states(state.plan, state.applied, state.notes)
     return {
         "rank": rank,
         "node": rank * state.plan["nodes"]["count"] // world,
@@ -116,8 +118,9 @@ def statement(state: State, rank: int, world: int) -> dict[str, Any]:
         "address": address,
         "who": f"{host} {pid}-{start}",
         "pid": pid,
-        "fixes": {fix["name"]: fix["state"] for fix in fix_states(state.plan, state.applied)},
-        "facts": facts(state.plan, environ),
+        "fixes": {fix["name"]: fix["state"] for fix in states},
+        # What `kda.native` loads depends on files and devices, which no plan knows.
+        "facts": {**facts(state.plan, environ), "kda.library": identity()},
     }
 
 

@@ -1,4 +1,5 @@
-"""A speculative step of KDA layers, for several fixes: fold what was accepted, verify the window.
+"""A speculative step of KDA layers, for the fixes that take it: fold what was accepted, verify.
 
-Importing this package imports neither torch nor Triton; its modules do.
+A CUDA library, and Triton without one. This module stays empty: what builds and checks the library
+imports no torch.
 """

@@ -23,10 +23,10 @@ def triton_form(rows: int, heads: int) -> Verify:
     return verify_chunk if rows * heads >= CHUNK_FROM else verify_sequential
 
 
-def form_for(window: Window) -> Verify:
-    """Return the CUDA library's verify if there is one for such a window, else a Triton one."""
+def form_for(window: Window, state: Tensor, records: Records, out: Tensor) -> Verify:
+    """Return the CUDA library's verify if there is one for such operands, else a Triton one."""
     library = native.library(window.q.device)
-    if library is not None and library.takes(window):
+    if library is not None and library.takes(window, state, records, out):
         return library.fold_verify
     return triton_form(window.rows, window.heads)
 
@@ -57,4 +57,5 @@ def fold_verify(
     check(window, state, records, write_rows, folds, out)
     if window.tokens == 0:
         return out
-    return form_for(window)(window, state, records, write_rows, scratch_row, folds, out)
+    verify = form_for(window, state, records, out)
+    return verify(window, state, records, write_rows, scratch_row, folds, out)
