@@ -32,6 +32,7 @@ from vllm_overlay.kda import operands
 from vllm_overlay.kda.folds import Commits, Ledger
 from vllm_overlay.kda.verify import fold_verify
 
+FIX = "glm5next-recoverssm"
 HALVES = 2
 
 
@@ -185,6 +186,7 @@ class Glm5NextDeferredMetadata(Glm5NextRecoverSSMMetadata):
             ledger.slots,
             step.plan(records),
             torch.empty_like(operand.v) if out is None else out,
+            fix=FIX,
         )
 
     def commit_recoverssm_state(
