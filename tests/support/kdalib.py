@@ -9,9 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_overlay.activate.planfile import sha256
-from vllm_overlay.kda.files import LIBRARY, MANIFEST, SOURCE
+from vllm_overlay.kda.files import LIBRARY, MANIFEST, SOURCE, digest, sources
+from vllm_overlay.kda.native import ABI
 
-CODE = "int kda_step_abi(void) { return ABI; }\nint kda_step_launch(void *a) { return a == 0; }\n"
+CODE = """int kda_step_abi(void) { return ABI; }
+int kda_step_launch(void *a) { return a == 0; }
+int kda_step_shared_bytes(int bf16) { return bf16 ? 79248 : 112016; }
+const char *kda_step_error(int code) { return code ? "some error" : "none"; }
+"""
 COMPILER = next((name for name in ("cc", "gcc", "g++") if shutil.which(name)), None)
 
 
@@ -22,7 +27,7 @@ def lay(folder: Path, library: bytes, architectures: Sequence[int] = (90, 100)) 
     (folder / LIBRARY).write_bytes(library)
     manifest = {
         "schema": 1,
-        "source": sha256((folder / SOURCE).read_bytes()),
+        "source": digest(sources(folder)),
         "library": sha256(library),
         "architectures": list(architectures),
         "nvcc": "13.0.88",
@@ -31,8 +36,8 @@ def lay(folder: Path, library: bytes, architectures: Sequence[int] = (90, 100)) 
     return folder
 
 
-def compiled(folder: Path, abi: int = 1, code: str = CODE) -> bytes:
-    """Return a shared library with the two entries of step.cu."""
+def compiled(folder: Path, abi: int = ABI, code: str = CODE) -> bytes:
+    """Return a shared library with the entries of step.cu."""
     assert COMPILER
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "step.c").write_text(code)

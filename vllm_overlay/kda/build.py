@@ -23,12 +23,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from vllm_overlay.errors import ConfigError, UsageError
-from vllm_overlay.kda.files import FOLDER, LIBRARY, MANIFEST, SOURCE, digest, sources
+from vllm_overlay.kda.files import FLAGS, FOLDER, LIBRARY, MANIFEST, SOURCE, digest, sources
 
-FLAGS = (
-    *("-O3", "-std=c++17", "-ftz=true", "-shared", "-cudart=static", "-frandom-seed=kda"),
-    *("-Xcompiler=-fPIC,-fvisibility=hidden", "-Xlinker=-s,--exclude-libs,ALL"),
-)
 VERSION = re.compile(r"\bV(\d+(?:\.\d+)+)")
 ERROR = re.compile(r"\b(error|fatal)\b", re.I)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from vllm_overlay.kda.files import FOLDER, NoLibrary, read
 
-ABI = 1  # what kda_step_abi() of step.cu must return
+ABI = 2  # what kda_step_abi() of step.cu must return
 
 
 SIZE, WINDOW = 128, 8  # step.cu: the head size, and the longest window
@@ -28,7 +28,7 @@ STRIDES = (
     *("correction_row", "correction_head", "correction_token"),
     *("key_row", "key_head", "key_token", "gate_row", "gate_head", "gate_record_token"),
 )
-NUMBERS = ("bounded", "unit", "state_bf16", "out_fp32", "heads", "rows", "scratch_row")
+NUMBERS = ("bounded", "unit", "state_bf16", "out_fp32", "heads", "rows", "window", "scratch_row")
 
 
 class Arguments(ctypes.Structure):
@@ -54,8 +54,8 @@ class Native:
     def takes(self, window: Any, state: Any, records: Any, out: Any) -> bool:
         """Tell whether the library has a kernel for such operands, which ``verify`` has checked.
 
-        Heads of 128, at most 8 tokens a window, bf16 activations, and parts that begin at multiples
-        of 16 bytes, as what copies them in the background wants.
+        Heads of 128, at most 8 tokens a window, bf16 activations, parts that begin at multiples of
+        16 bytes, as what copies them in the background wants, and a GPU with room for a block.
         """
         import torch
 
@@ -68,9 +68,12 @@ class Native:
             return False
         if state.dtype not in (torch.bfloat16, torch.float32):
             return False
+        limit = torch.cuda.get_device_properties(window.q.device).shared_memory_per_block_optin
+        if self.handle.kda_step_shared_bytes(state.dtype == torch.bfloat16) > limit:
+            return False
         kept = (records.corrections, records.keys, records.gates)
         return (
-            all(_aligned(x, 1) for x in activations)
+            all(_aligned(x, 1) for x in (*activations, out))
             and all(_aligned(x, 0, 1, 2) for x in kept)
             and _aligned(state, 0)
         )
@@ -96,7 +99,9 @@ class Native:
             stream = torch.cuda.current_stream().cuda_stream
             code = self.handle.kda_step_launch(ctypes.byref(arguments), stream)
         if code:
-            raise RuntimeError(f"KDA verify: {self.path} gave CUDA error {code}")
+            what = self.handle.kda_step_error(code).decode()
+            sizes = f"{window.rows} rows of {window.heads} heads"
+            raise RuntimeError(f"KDA verify: {self.path} cannot run {sizes}: {what}")
         return out
 
 
@@ -137,6 +142,7 @@ def _arguments(
         out.dtype == torch.float32,
         window.heads,
         window.rows,
+        window.size,
         scratch_row,
     )
 
@@ -159,9 +165,12 @@ def _load(path: Path) -> ctypes.CDLL:
     try:
         handle = ctypes.CDLL(str(path))
         abi, launch = handle.kda_step_abi, handle.kda_step_launch
+        shared_bytes, error_text = handle.kda_step_shared_bytes, handle.kda_step_error
     except (OSError, AttributeError) as error:
         raise NoLibrary(f"{path} cannot be loaded: {error}") from None
     abi.restype, abi.argtypes = ctypes.c_int, ()
+    shared_bytes.restype, shared_bytes.argtypes = ctypes.c_int, (ctypes.c_int,)
+    error_text.restype, error_text.argtypes = ctypes.c_char_p, (ctypes.c_int,)
     launch.restype = ctypes.c_int
     launch.argtypes = (ctypes.POINTER(Arguments), ctypes.c_void_p)
     found = abi()

@@ -104,6 +104,9 @@ def check(
     for name, part in (("write_rows", write_rows), ("lens", folds.lens), ("rows", folds.rows)):
         if part.shape[0] < window.rows or part.stride(0) != 1:
             raise _unfit(f"the {name} of the folds", part.shape, f"{window.rows} in a piece")
+    indices = (window.start_loc, window.blocks, write_rows, folds.lens, folds.rows)
+    if any(part.dtype != torch.int32 for part in indices):
+        raise _unfit("the rows' types", [part.dtype for part in indices], "int32 each")
     if out.shape != window.v.shape or out.stride()[2:] != (values, 1):
         raise _unfit("the output", out.shape, f"{list(window.v.shape)}, its heads in one piece")
 

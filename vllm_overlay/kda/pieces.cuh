@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What step.cu is made of: operands of the tensor cores, sums over a warp, copies in the background,
-// and the small matrices of a window.
+// What step.cu is made of: operands of the tensor cores, sums over a warp, copies in the
+// background, and the small matrices of a window.
 #pragma once
 #include <cuda_bf16.h>
 
@@ -49,6 +49,12 @@ __device__ __forceinline__ Split split(float x) {
   return {high, __float_as_uint(x - __uint_as_float(high)) + 0x1000u};
 }
 
+// The same of a state's value, where a NaN must stay one: what is left is cut off, not rounded.
+__device__ __forceinline__ Split split_state(float x) {
+  const uint32_t high = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
+  return {high, __float_as_uint(x - __uint_as_float(high))};
+}
+
 __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
                                     uint32_t b1) {
   asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
@@ -83,7 +89,7 @@ template <bool BOUNDED>
 __device__ __forceinline__ float decay_of(float logit, float a, float bias, float lower_bound) {
   const float x = logit + bias;
   if (BOUNDED) return __expf(__fdividef(lower_bound, 1.f + __expf(-a * x)));
-  return __expf(-a * (x > 20.f ? x : __logf(1.f + __expf(x))));
+  return __expf(-a * (x > 20.f ? x : log1pf(__expf(x))));
 }
 
 // Where column c of a tile's fragments lies: tile, and the position in it as one of eight.
@@ -202,12 +208,12 @@ __device__ __forceinline__ void write4(bf16* to, float (&x)[4]) {
   x[0] = low.x, x[1] = low.y, x[2] = high.x, x[3] = high.y;
 }
 
-// The bulk copy engine brings the state, and counts its bytes on `arrived`.
 __device__ __forceinline__ uint32_t shared_address(const void* x) {
   return (uint32_t)__cvta_generic_to_shared(x);
 }
 
-// By one thread; the others may wait once they have met it at a barrier.
+// The bulk copy engine brings the state, and counts its bytes on `arrived`. For one thread: the
+// others call await_bytes only after a barrier with it.
 __device__ __forceinline__ void copy_bulk(void* to, const void* from, int bytes,
                                           uint64_t* arrived) {
   const uint32_t counter = shared_address(arrived);
@@ -246,7 +252,7 @@ __device__ __forceinline__ void copy_tokens(X (*to)[K], const void* base, int64_
   copy16(&to[t][c], (const X*)base + first + (t < tokens ? t : 0) * token_stride + c, t < tokens);
 }
 
-// From either half's own code.
+// A barrier of all threads that either half may reach at a place of its own.
 __device__ __forceinline__ void block_barrier() {
   asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
 }

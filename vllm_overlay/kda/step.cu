@@ -23,7 +23,8 @@
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-// Shared with native.py, field by field. Strides count elements.
+// Shared with native.py, field by field. Strides count elements; those of `correction`, `key` and
+// `gate_row` ... `gate_record_token` are the records'. `window`: tokens that a record has room for.
 struct KdaStepArgs {
   const void *q, *k, *v, *gate, *beta;  // bf16
   const float *a_log, *gate_bias;
@@ -39,7 +40,7 @@ struct KdaStepArgs {
   int64_t gate_row, gate_head, gate_record_token;
   float lower_bound;
   int32_t bounded, unit, state_bf16, out_fp32;
-  int32_t heads, rows, scratch_row;
+  int32_t heads, rows, window, scratch_row;
 };
 
 namespace kda {
@@ -140,18 +141,62 @@ __device__ __forceinline__ void prepare_queries(Shared& s, const KdaStepArgs& a,
   }
 }
 
-// Tile by tile of a thread's part of the state: fold, write, multiply by the window's vectors.
-template <bool FOLD, typename State>
-__device__ __forceinline__ void multiply(const Shared& s, State* state, int value, int lane,
-                                         float (&product)[2][3][4]) {
-  const State* copied = (const State*)s.state + value * K + 4 * (lane & 3);
-  uint32_t high[4], low[4];
-  if (FOLD) {
+// Fold the pending tokens into 16 columns of a thread's two rows, from column 16 j on. `high`,
+// `low`: their corrections as an operand.
+__device__ __forceinline__ void fold_columns(const Shared& s, int j, int lane,
+                                             const uint32_t (&high)[4], const uint32_t (&low)[4],
+                                             float (&x)[2][4]) {
+  const float4 decay = *(const float4*)&s.decay[16 * j + 4 * (lane & 3)];
+  const float d[4] = {decay.x, decay.y, decay.z, decay.w};
+#pragma unroll
+  for (int e = 0; e < 2; e++) {
+    const float4 b = s.fold[2 * j + e][lane];
+    float update[4] = {};
+    mma(update, low, b.x, b.y);
+    mma(update, high, b.z, b.w);
+    mma(update, high, b.x, b.y);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const Split part = split(s.corrections[(lane & 3) + 4 * (i >> 1)][value + (i & 1)]);
+      float& element = x[i >> 1][2 * e + (i & 1)];
+      element = fmaf(element, d[2 * e + (i & 1)], update[i]);
+    }
+  }
+}
+
+// Multiply the same columns by the window's vectors; `product`: of keys and of queries, the parts
+// of high x high, high x low and low x high.
+template <typename State>
+__device__ __forceinline__ void multiply_columns(const Shared& s, int j, int lane,
+                                                 const float (&x)[2][4],
+                                                 float (&product)[2][3][4]) {
+#pragma unroll
+  for (int e = 0; e < 2; e++) {
+    uint32_t high[4], low[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const Split part = split_state(x[i & 1][2 * e + (i >> 1)]);
       high[i] = part.high, low[i] = part.low;
     }
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+      const float4 b = *(const float4*)&s.window[n][(2 * j + e) * TILE + lane * 4];
+      mma(product[n][0], high, b.x, b.y);
+      mma(product[n][1], high, b.z, b.w);
+      if (sizeof(State) == 4) mma(product[n][2], low, b.x, b.y);  // a bf16 has no low part
+    }
+  }
+}
+
+// A thread's two rows of the state, 16 columns at a time: fold, write, multiply.
+template <bool FOLD, typename State>
+__device__ __forceinline__ void pass(const Shared& s, State* state, int value, int lane,
+                                     float (&product)[2][3][4]) {
+  const State* copied = (const State*)s.state + value * K + 4 * (lane & 3);
+  uint32_t high[4], low[4];
+#pragma unroll
+  for (int i = 0; FOLD && i < 4; i++) {
+    const Split part = split(s.corrections[(lane & 3) + 4 * (i >> 1)][value + (i & 1)]);
+    high[i] = part.high, low[i] = part.low;
   }
 #pragma unroll 2
   for (int j = 0; j < 8; j++) {
@@ -159,40 +204,11 @@ __device__ __forceinline__ void multiply(const Shared& s, State* state, int valu
 #pragma unroll
     for (int r = 0; r < 2; r++) read4(copied + r * K + 16 * j, x[r]);
     if (FOLD) {
-      const float4 decay = *(const float4*)&s.decay[16 * j + 4 * (lane & 3)];
-      const float d[4] = {decay.x, decay.y, decay.z, decay.w};
-#pragma unroll
-      for (int e = 0; e < 2; e++) {
-        const float4 b = s.fold[2 * j + e][lane];
-        float update[4] = {};
-        mma(update, low, b.x, b.y);
-        mma(update, high, b.z, b.w);
-        mma(update, high, b.x, b.y);
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          float& element = x[i >> 1][2 * e + (i & 1)];
-          element = fmaf(element, d[2 * e + (i & 1)], update[i]);
-        }
-      }
+      fold_columns(s, j, lane, high, low, x);
 #pragma unroll
       for (int r = 0; r < 2; r++) write4(state + r * K + 16 * j, x[r]);
     }
-#pragma unroll
-    for (int e = 0; e < 2; e++) {
-      uint32_t s_high[4], s_low[4];
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const Split part = split(x[i & 1][2 * e + (i >> 1)]);
-        s_high[i] = part.high, s_low[i] = part.low;
-      }
-#pragma unroll
-      for (int n = 0; n < 2; n++) {
-        const float4 b = *(const float4*)&s.window[n][(2 * j + e) * TILE + lane * 4];
-        mma(product[n][0], s_high, b.x, b.y);
-        mma(product[n][1], s_high, b.z, b.w);
-        if (sizeof(State) == 4) mma(product[n][2], s_low, b.x, b.y);  // a bf16 has no low part
-      }
-    }
+    multiply_columns<State>(s, j, lane, x, product);
   }
 }
 
@@ -236,8 +252,7 @@ __device__ __forceinline__ void write_outputs(const KdaStepArgs& a, int64_t at, 
 __device__ __forceinline__ void finish(const Shared& s, const KdaStepArgs& a, const Work& w,
                                        int value, const float (&product)[2][3][4]) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, c = lane & 3;
-  // Position 2 c + i of a product's row is token 2 c + i; as an operand, token 2 c + i is at c + 4
-  // i.
+  // A product's row has token 2 c + i at position 2 c + i; an operand wants it at c + 4 i.
   uint32_t high[4], low[4];
 #pragma unroll
   for (int i = 0; i < 4; i++) {
@@ -283,8 +298,8 @@ __global__ void __launch_bounds__(THREADS, 2) step(const KdaStepArgs a) {
   w.head = blockIdx.x;
   const int64_t block = a.block[row * a.block_stride];
   w.bos = a.start[row];
-  w.length = min(a.start[row + 1] - (int)w.bos, T);
-  w.due = min(a.fold_len[row], T);
+  w.length = min(a.start[row + 1] - (int)w.bos, a.window);
+  w.due = min(a.fold_len[row], a.window);
   w.read_row = a.fold_row[row];
   w.write_row = a.write_row[row];
   if (w.write_row < 0) w.write_row = a.scratch_row;
@@ -320,9 +335,9 @@ __global__ void __launch_bounds__(THREADS, 2) step(const KdaStepArgs a) {
   float product[2][3][4] = {};
   await_bytes(&s.arrived);
   if (w.due > 0)
-    multiply<true>(s, state + value * K + 4 * c, value, lane, product);
+    pass<true>(s, state + value * K + 4 * c, value, lane, product);
   else
-    multiply<false>(s, state + value * K + 4 * c, value, lane, product);
+    pass<false>(s, state + value * K + 4 * c, value, lane, product);
   finish(s, a, w, value, product);
 }
 
@@ -334,15 +349,22 @@ const Kernel kernels[2][2][2] = {{{step<float, false, false>, step<float, false,
 
 }  // namespace kda
 
-EXPORT int kda_step_abi() { return 1; }
+EXPORT int kda_step_abi() { return 2; }
+
+// Bytes of shared memory that a block wants for a state of fp32 or bf16.
+EXPORT int kda_step_shared_bytes(int state_bf16) {
+  return sizeof(kda::Shared) + kda::K * kda::K * (state_bf16 ? 2 : 4);
+}
+
+EXPORT const char* kda_step_error(int code) { return cudaGetErrorString((cudaError_t)code); }
 
 // Returns a cudaError_t. Does not wait for the kernel.
 EXPORT int kda_step_launch(const KdaStepArgs* a, void* stream) {
   const kda::Kernel kernel = kda::kernels[a->state_bf16 != 0][a->unit != 0][a->bounded != 0];
-  const int bytes = sizeof(kda::Shared) + kda::K * kda::K * (a->state_bf16 ? 2 : 4);
+  const int bytes = kda_step_shared_bytes(a->state_bf16);
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error != cudaSuccess) return (int)error;
+  if (error != cudaSuccess) return (int)cudaGetLastError();  // which also forgets it
   kernel<<<dim3(a->heads, a->rows), kda::THREADS, bytes, (cudaStream_t)stream>>>(*a);
   return (int)cudaGetLastError();
 }
