@@ -64,8 +64,10 @@ CHOSEN = """
 import json
 from types import SimpleNamespace as S
 import tests.support.interpreter
+import torch
 from vllm.models.glm5next.common import kda, model, recoverssm
 from tests.support.kda_world import Sizes, config
+from vllm_overlay.activate import current
 
 backend = kda.Glm5NextLinearAttention.get_attn_backend(None)
 builder = backend.get_builder_cls()
@@ -76,6 +78,10 @@ found = {
     "states": [cls.get_model_state_cls(S()).__name__ for cls in classes],
     "rows": kda.record_rows(config(Sizes())),
 }
+if recoverssm.is_deferred():
+    from vllm.models.glm5next.common.recoverssm_deferred import Glm5NextDeferredState
+    Glm5NextDeferredState(4, torch.device("cpu"))
+found["notes"] = current().notes.get("glm5next-recoverssm", {})
 moved, found["refused"] = config(Sizes()), ""
 moved.kv_transfer_config = S(is_kv_transfer_instance=False)
 kda.record_rows(moved)
@@ -95,7 +101,7 @@ def test_the_flag_chooses_the_form(tmp_path: Path, tree: Tree, value: str) -> No
     done = interpreted("-c", CHOSEN, home=tmp_path, plan=plan, tree=tree)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    refused = found.pop("refused")
+    refused, notes = found.pop("refused"), found.pop("notes")
     fast = value == "fast"
     kind = "Deferred" if fast else "RecoverSSM"
     assert found == {
@@ -104,4 +110,5 @@ def test_the_flag_chooses_the_form(tmp_path: Path, tree: Tree, value: str) -> No
         "states": [f"Glm5Next{kind}ModelState"] * 2,
         "rows": 2 * (4 + 1) if fast else 4,
     }
+    assert [notes.get("verify that folds", "").startswith("triton: "), len(notes)] == [fast, fast]
     assert ("pending tokens; set VLLM_GLM5NEXT_RECOVERSSM=1" in refused) is fast
