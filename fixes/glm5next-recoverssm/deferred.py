@@ -33,6 +33,7 @@ from vllm_overlay.kda import native, operands
 from vllm_overlay.kda.folds import Commits, Ledger
 from vllm_overlay.kda.verify import fold_verify
 
+FIX = "glm5next-recoverssm"
 HALVES = 2
 
 
@@ -186,6 +187,7 @@ class Glm5NextDeferredMetadata(Glm5NextRecoverSSMMetadata):
             ledger.slots,
             step.plan(records),
             torch.empty_like(operand.v) if out is None else out,
+            fix=FIX,
         )
 
     def commit_recoverssm_state(

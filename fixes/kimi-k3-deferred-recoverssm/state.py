@@ -33,6 +33,8 @@ from vllm_overlay.kda.operands import Window
 from vllm_overlay.kda.owners import Owners, is_dummy
 from vllm_overlay.kda.verify import fold_verify
 
+FIX = "kimi-k3-deferred-recoverssm"
+
 
 class DeferredRecoverSSMState(RecoverSSMState):
     """``pending`` int32 [max_num_reqs]: by request slot, the accepted tokens of its last verify
@@ -362,4 +364,5 @@ def deferred_recoverssm_verify(
         ledger.slots,
         folds,
         out,
+        fix=FIX,
     )

@@ -16,6 +16,7 @@ import torch
 from vllm import LLM
 
 from bench.random_glm import Engine, greedy, kv_tokens, prompts, start
+from vllm_overlay.activate import current
 
 
 def counters(mutant: str) -> dict[str, Any]:
@@ -144,6 +145,8 @@ def main(mutant: str, runs: Sequence[str], engine: Engine, file: Path) -> None:
         counted["committed"] = int(counted["committed"])
     found |= {"counted": counted, "metrics": metrics(llm)}
     found["kv_tokens"] = kv_tokens(llm)
+    plan = current()
+    found["notes"] = plan.notes if plan else {}
     found["block"] = llm.llm_engine.vllm_config.cache_config.mamba_block_size
     file.write_text(json.dumps(found))
 

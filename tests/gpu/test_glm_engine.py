@@ -19,6 +19,8 @@ import pytest
 if not Path("/dev/nvidiactl").exists():  # before anything large is imported
     pytest.skip("no GPU", allow_module_level=True)
 
+from vllm_overlay.kda import native
+
 FIX = "glm5next-recoverssm"
 NOISE = 0.03  # of the state check on a right engine: rounding of bf16 activations
 CLOSE = 0.02  # the deferred commit's too, where stock's is
@@ -121,6 +123,8 @@ def test_drafts_are_verified_and_committed(
     on = results[f"{name}-{side}"]
     counted, metrics = on["counted"], on["metrics"]
     assert counted["deferred"] is (side == "fast")
+    wanted = {"kernel": native.form("cuda")} if side == "fast" else None
+    assert on["notes"].get(FIX) == wanted
     accepted = metrics["vllm:spec_decode_num_accepted_tokens"]
     drafts = metrics["vllm:spec_decode_num_drafts"]
     assert counted["verifies"] and counted["commits"] and drafts > 0

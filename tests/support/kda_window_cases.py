@@ -75,12 +75,12 @@ def the_library_comes_first() -> None:
     library, known = SimpleNamespace(takes=takes, fold_verify=FORMS["chunk"]), native.library
     native.library = lambda device: library  # type: ignore[assignment]
     try:
-        assert verify.form_for(*operands) is FORMS["chunk"]
-        assert verify.form_for(*operands) is FORMS["sequential"]
+        assert verify.form_for(*operands)[0] is FORMS["chunk"]
+        assert verify.form_for(*operands)[0] is FORMS["sequential"]
     finally:
         native.library = known
     assert asked == [trial.window, trial.window]
-    assert verify.form_for(*operands) is FORMS["sequential"]
+    assert verify.form_for(*operands)[0] is FORMS["sequential"]
     assert verify.triton_form(verify.CHUNK_FROM, 1) is FORMS["chunk"]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from vllm_overlay.activate.notes import note
 from vllm_overlay.kda import native
 from vllm_overlay.kda.chunk import verify_chunk
 from vllm_overlay.kda.operands import Folds, Records, Window, check
@@ -23,12 +24,19 @@ def triton_form(rows: int, heads: int) -> Verify:
     return verify_chunk if rows * heads >= CHUNK_FROM else verify_sequential
 
 
-def form_for(window: Window, state: Tensor, records: Records, out: Tensor) -> Verify:
-    """Return the CUDA library's verify if there is one for such operands, else a Triton one."""
-    library = native.library(window.q.device)
-    if library is not None and library.takes(window, state, records, out):
-        return library.fold_verify
-    return triton_form(window.rows, window.heads)
+def form_for(window: Window, state: Tensor, records: Records, out: Tensor) -> tuple[Verify, str]:
+    """Return the CUDA library's verify if there is one for such operands, else a Triton one; and
+    what that is, for a receipt: ``cuda sm_90 0123456789ab``, or ``triton: why``."""
+    device = window.q.device
+    library, form = native.library(device), native.form(device)
+    if library is None:
+        return triton_form(window.rows, window.heads), form
+    if library.takes(window, state, records, out):
+        return library.fold_verify, form
+    sizes = f"heads of {window.key_size} and {window.value_size}, windows of {window.size}"
+    types = f"{window.q.dtype} and a state of {state.dtype}"
+    why = f"triton: no kernel in {library.path.name} for {sizes}, {types}, or where they lie"
+    return triton_form(window.rows, window.heads), why
 
 
 def fold_verify(
@@ -39,6 +47,8 @@ def fold_verify(
     scratch_row: int,
     folds: Folds,
     out: Tensor,
+    *,
+    fix: str | None = None,
 ) -> Tensor:
     """Fold each row's pending tokens into its state, write it, verify its window; return ``out``.
 
@@ -50,12 +60,15 @@ def fold_verify(
     ``scratch_row`` if that is negative. ``out`` [1, tokens, heads, V].
 
     A record row that is read must not be written by the same launch, ``scratch_row`` apart, which
-    nobody reads. K is a power of two and V a multiple of 16.
+    nobody reads. K is a power of two and V a multiple of 16. The form that was taken stands in the
+    process's receipt, as a note of ``fix`` if one is named.
 
     Raises ValueError for shapes, strides or types that do not fit.
     """
     check(window, state, records, write_rows, folds, out)
     if window.tokens == 0:
         return out
-    verify = form_for(window, state, records, out)
+    verify, form = form_for(window, state, records, out)
+    if fix is not None:
+        note(fix, "kernel", form)
     return verify(window, state, records, write_rows, scratch_row, folds, out)
