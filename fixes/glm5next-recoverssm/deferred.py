@@ -28,8 +28,7 @@ from vllm.models.glm5next.common.recoverssm_metadata import (
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backends.recoverssm_metadata import RecoverSSMPostprocessMetadata
 
-from vllm_overlay.activate.notes import note
-from vllm_overlay.kda import native, operands
+from vllm_overlay.kda import operands
 from vllm_overlay.kda.folds import Commits, Ledger
 from vllm_overlay.kda.verify import fold_verify
 
@@ -253,7 +252,6 @@ class Glm5NextDeferredState(Glm5NextRecoverSSMState):
         self.owners: np.ndarray | None = None
         self.verified = np.zeros(slots, dtype=bool)
         self._due: tuple[CommitTable, CommitTable] | None = None
-        note("glm5next-recoverssm", "verify that folds", native.form(device))
 
     def add_request(self, slot: int) -> None:
         """Forget what the slot's last owner left: a prefill commits its state itself."""
