@@ -21,6 +21,7 @@ CASES = [
     "groups_alone",
     "an_eager_fold_is_the_exact_form_s",
     "a_new_cache_is_followed",
+    "the_receipt_says_which_kernel",
     "too_many_rows",
     "schedule_without_prefix_cache",
     "aligned_schedule",

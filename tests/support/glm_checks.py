@@ -29,6 +29,7 @@ from tests.support.glm_world import GlmWorld
 from tests.support.kda_rules import one_step, prepared, same, states
 from tests.support.kda_schedule import ALIGNED, ALWAYS, Schedule, drive
 from tests.support.kda_world import Row, Sizes, World
+from vllm_overlay.activate import current
 from vllm_overlay.kda import folds, verify
 from vllm_overlay.kda.chunk import verify_chunk
 from vllm_overlay.kda.sequential import verify_sequential
@@ -214,6 +215,18 @@ def a_new_cache_is_followed() -> None:
         assert same(*([layer.kv_cache[0] for layer in world.all_layers] for world in worlds))
 
 
+def the_receipt_says_which_kernel() -> None:
+    plan = current()
+    assert plan is not None
+    plan.notes.clear()
+    worlds = pair(small(mode="none"))
+    inputs = prepared(worlds)
+    for world, noted in zip(worlds, (False, True), strict=True):
+        one_step(world, [Row(0, 12, 3, 2), Row(1, 12, 3, 2)], inputs(6), [1, 1])
+        assert bool(plan.notes) is noted
+    assert plan.notes["glm5next-recoverssm"]["kernel"].startswith("triton: ")
+
+
 def too_many_rows() -> None:
     (world,) = pair(small(mode="none"))[1:]
     inputs = prepared([world])
@@ -312,6 +325,7 @@ CASES: dict[str, Callable[[], None]] = {
         groups_alone,
         an_eager_fold_is_the_exact_form_s,
         a_new_cache_is_followed,
+        the_receipt_says_which_kernel,
         too_many_rows,
         schedule_without_prefix_cache,
         aligned_schedule,
