@@ -33,6 +33,7 @@ UNITS = {"unit": True, "raw": False}
 CHAIN = {
     "random": Case(steps=4096, rows=2),
     "long_memory": Case(steps=4096, rows=2, decay="long"),
+    "unbounded": Case(steps=4096, rows=2, decay="faint", lower_bound=None),
 }
 LIBRARY = native.library(torch.device("cuda"))
 FORMS: dict[str, Verify] = {"chunk": verify_chunk, "sequential": verify_sequential}
@@ -109,7 +110,9 @@ def test_errors_against_float64(name: str, form: str, state: str, records: str) 
 
 @on_states
 @on_forms
-@pytest.mark.parametrize(("name", "records"), [("random", "raw"), ("long_memory", "unit")])
+@pytest.mark.parametrize(
+    ("name", "records"), [("random", "raw"), ("long_memory", "unit"), ("unbounded", "raw")]
+)
 def test_drift_over_4096_steps(name: str, form: str, state: str, records: str) -> None:
     hold(replace(CHAIN[name], state=DTYPES[state]), form, records)
 

@@ -15,7 +15,7 @@ class Case:
     """Sizes and kind of a course: ``rows`` requests that each make ``steps`` steps.
 
     ``decay`` is random, at its ``bound`` (without a bound: far beyond fp32's range), ``long`` (near
-    1) or ``uneven`` (bound and long, a channel each in turn). ``beta`` is random, ``low`` or
+    1), ``faint`` (a little below 1) or ``uneven`` (bound and long, a channel each in turn). ``beta`` is random, ``low`` or
     ``high``. ``keys`` are random or ``parallel``, nearly. ``scale`` is that of the first states.
     ``ragged`` windows have 1 to ``window`` tokens. Each step accepts ``accepted`` tokens of each
     window, or any number from 1 on.
@@ -92,7 +92,7 @@ class Course:
             mixed[:, 1] = normal(rows, heads, DIM)[owner] + 0.01 * mixed[:, 1]
         self.mixed = mixed.flatten(1).bfloat16()
         logits = normal(tokens, heads, DIM)
-        ends = {"bound": FAR, "long": -FAR}
+        ends = {"bound": FAR, "long": -FAR, "faint": -11.0}
         if case.decay == "uneven":
             logits[..., ::2] += FAR
             logits[..., 1::2] -= FAR
@@ -206,5 +206,6 @@ CASES = {
     "window_1": Case(window=1),
     "unbounded": Case(lower_bound=None),
     "unbounded_at_once_gone": Case(lower_bound=None, decay="bound"),
+    "unbounded_faint_decay": Case(lower_bound=None, decay="faint"),
     "unbounded_long_memory": Case(lower_bound=None, decay="long", beta="high"),
 }

@@ -30,8 +30,9 @@ class Launch:
         device: str,
         heads: int = 4,
         pending: tuple[int, ...] = (3, 0, 0, 0, 8),
+        window: int = 8,
     ) -> None:
-        case = Case(rows=5, steps=2, ragged=True, heads=heads, state=state)
+        case = Case(rows=5, steps=2, ragged=True, heads=heads, state=state, window=window)
         self.course = course = Course(case, device, seed=3)
         blocks = torch.tensor([5, 0, 8, -1, 2], dtype=torch.int32, device=device)
         self.live = torch.tensor([0, 2, 4], device=device)
@@ -117,6 +118,31 @@ def rows_are_apart(verify: Verify, **layout: Any) -> None:
     assert torch.equal(kept[1], launch.ring.data[0][launch.ring.scratch])
 
 
+def a_nan_stays(verify: Verify, **layout: Any) -> None:
+    """A value whose state has lost its meaning says so; no other value does."""
+    launch = Launch(**layout)
+    block, head, value = int(launch.blocks[0]), 1, 70
+    launch.state[block, head, value, 5] = float("nan")
+    launch.before[0].copy_(launch.cache)
+    out = launch.verify(verify)
+    own = out[0, : int(launch.course.start_loc[1][1]), head]
+    assert own[:, value].isnan().all(), "a NaN of the state is not in its value's outputs"
+    assert launch.state[block, head, value].isnan().sum() == 1
+    assert out.isnan().sum() == own[:, value].numel(), "a NaN spread to other values"
+
+
+def a_long_row_is_cut(verify: Verify, **layout: Any) -> None:
+    """A row of more tokens than its records have room for does not reach into other records."""
+    launch = Launch(**layout, pending=(3, 0, 0, 0, 4), window=4)
+    launch.window.start_loc[1] = 7
+    launch.verify(verify)
+    written = [int(launch.write_rows[0]), int(launch.write_rows[2]), launch.ring.scratch]
+    for part, before in zip(launch.ring.data, launch.before[1:], strict=True):
+        allowed = before.clone()
+        allowed[written] = part[written]
+        assert torch.equal(part, allowed), "a record row changed that is not this step's"
+
+
 def replay_is_eager(verify: Verify, **layout: Any) -> None:
     """A captured CUDA graph gives the bits of the eager launch, also once its inputs changed."""
     launch = Launch(**layout)
@@ -142,5 +168,7 @@ def replay_is_eager(verify: Verify, **layout: Any) -> None:
 CHECKS: dict[str, Callable[..., None]] = {
     "no_stray_write": no_stray_write,
     "rows_are_apart": rows_are_apart,
+    "a_nan_stays": a_nan_stays,
+    "a_long_row_is_cut": a_long_row_is_cut,
     "replay_is_eager": replay_is_eager,
 }

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -127,7 +129,7 @@ def test_a_library_of_another_user_is_refused(
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda f: compiled(f, abi=2), "has ABI 2, and 1 is wanted: build it again"),
+        (lambda f: compiled(f, abi=9), f"has ABI 9, and {native.ABI} is wanted: build it again"),
         (lambda f: compiled(f, code=CODE.splitlines()[0]), "undefined symbol: kda_step_launch"),
         (lambda _: b"no library", "cannot be loaded"),
     ],
@@ -155,6 +157,51 @@ def test_the_arguments_lie_as_in_the_source(tmp_path: Path) -> None:
     declared = re.sub(r"//.*|[*]", "", struct).replace(",", " ")
     words = set(re.findall(r"\b[a-z_0-9]+\b", declared.split("{")[1]))
     assert set(names) == words - {"const", "void", "float", "int", "int64_t", "int32_t"}
+
+
+@pytest.mark.parametrize(
+    ("change", "taken"),
+    [
+        ({}, True),
+        ({"size": 9}, False),
+        ({"keys": 64}, False),
+        ({"activation": "float16"}, False),
+        ({"out_from": 1}, False),  # bf16 pairs are stored together
+        ({"state_from": 2}, False),  # the copy engine wants multiples of 16 bytes
+        ({"memory": 101376}, False),  # as compute capability 12.0 has
+        ({"memory": 101376, "state": "bfloat16"}, True),
+    ],
+)
+def test_what_the_library_takes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], taken: bool
+) -> None:
+    torch = pytest.importorskip("torch")
+    given = {"size": 8, "keys": 128, "activation": "bfloat16", "state": "float32"} | change
+    keys, activation = given["keys"], getattr(torch, given["activation"])
+    room = SimpleNamespace(shared_memory_per_block_optin=given.get("memory", 232448))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: room)
+
+    def part(*shape: int, dtype: Any, first: int = 0) -> Any:
+        size = math.prod(shape)
+        return torch.zeros(size + 16, dtype=dtype)[first : first + size].view(shape)
+
+    like = {name: part(1, 8, 2, keys, dtype=activation) for name in ("q", "k", "v", "gate")}
+    window = SimpleNamespace(
+        **like,
+        beta=part(1, 8, 2, dtype=activation),
+        key_size=keys,
+        value_size=keys,
+        size=given["size"],
+    )
+    state = part(
+        3, 2, keys, keys, dtype=getattr(torch, given["state"]), first=given.get("state_from", 0)
+    )
+    kept = {name: part(4, 2, 8, keys, dtype=torch.float32) for name in ("keys", "gates")}
+    records = SimpleNamespace(**kept, corrections=kept["keys"])
+    out = part(1, 8, 2, keys, dtype=activation, first=given.get("out_from", 0))
+    found = native.look(H200, folder)
+    assert isinstance(found, native.Native)
+    assert found.takes(window, state, records, out) is taken
 
 
 def test_a_device_that_is_no_nvidia_gpu_uses_triton() -> None:
