@@ -2,7 +2,7 @@
 
 With the flag ``fast`` tokens may differ, and states are checked as stock's are. Needs a GPU with
 100 GB to spare, as engines run beside each other, and vLLM 0.33.0.
-ENGINES=graphs,cached runs these settings only.
+ENGINES=graphs,cached-fast runs these settings, or one side of one, only.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         for mutant, side in MUTANTS.items()
     }
     wanted = os.environ.get("ENGINES", "").split(",")
-    names = [name for name in engines if wanted == [""] or name.partition("-")[0] in wanted]
+    names = [
+        name for name in engines if wanted == [""] or {name, name.partition("-")[0]} & {*wanted}
+    ]
     found = {}
     for first in range(0, len(names), AT_ONCE):
         wave = {name: start(folder, name, *engines[name]) for name in names[first:][:AT_ONCE]}
