@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,7 +73,8 @@ def the_library_comes_first() -> None:
         asked.append(window)
         return taken[len(asked) - 1]
 
-    library, known = SimpleNamespace(takes=takes, fold_verify=FORMS["chunk"]), native.library
+    library = SimpleNamespace(takes=takes, fold_verify=FORMS["chunk"], path=Path("kda_step.so"))
+    known = native.library
     native.library = lambda device: library  # type: ignore[assignment]
     try:
         assert verify.form_for(*operands)[0] is FORMS["chunk"]
