@@ -15,10 +15,10 @@ class Case:
     """Sizes and kind of a course: ``rows`` requests that each make ``steps`` steps.
 
     ``decay`` is random, at its ``bound`` (without a bound: far beyond fp32's range), ``long`` (near
-    1), ``faint`` (a little below 1) or ``uneven`` (bound and long, a channel each in turn). ``beta``
-    is random, ``low`` or ``high``. ``keys`` are random or ``parallel``, nearly. ``scale`` is that of
-    the first states. ``ragged`` windows have 1 to ``window`` tokens. Each step accepts ``accepted``
-    tokens of each window, or any number from 1 on.
+    1), ``faint`` (a little below 1) or ``uneven`` (bound and long, a channel each in turn).
+    ``beta`` is random, ``low`` or ``high``. ``keys`` are random or ``parallel``, nearly. ``scale``
+    is that of the first states. ``ragged`` windows have 1 to ``window`` tokens. Each step accepts
+    ``accepted`` tokens of each window, or any number from 1 on.
     """
 
     decay: str = "random"
