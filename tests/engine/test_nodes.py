@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.ranks import own_address, ranks
-from tests.support.serving import cli
+from tests.support.serving import cli, share_facts
 
 RECIPE = """\
 schema: 1
@@ -23,7 +23,9 @@ env: {GLOO_SOCKET_IFNAME: eth7}
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One state folder: what vLLM's parser knows is asked once."""
-    return tmp_path_factory.mktemp("home")
+    folder = tmp_path_factory.mktemp("home")
+    share_facts(folder)
+    return folder
 
 
 @pytest.fixture

@@ -35,7 +35,13 @@ from vllm_overlay.activate.meeting import (
 )
 from vllm_overlay.activate.receipt import fix_states, process_key
 from vllm_overlay.activate.state import State
-from vllm_overlay.activate.statement import differences, facts, run_record, told
+from vllm_overlay.activate.statement import (
+    differences,
+    facts,
+    family_state,
+    run_record,
+    told,
+)
 
 
 def guard(module: ModuleType, state: State) -> None:
@@ -117,7 +123,7 @@ def statement(state: State, rank: int, world: int) -> dict[str, Any]:
         "who": f"{host} {pid}-{start}",
         "pid": pid,
         "fixes": {fix["name"]: fix["state"] for fix in fix_states(state.plan, state.applied)},
-        "facts": facts(state.plan, environ),
+        "facts": {**facts(state.plan, environ), "processes": family_state(state.folder)},
     }
 
 
