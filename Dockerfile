@@ -114,5 +114,8 @@ RUN --mount=type=bind,source=pyproject.toml,target=/src/pyproject.toml \
     --mount=type=bind,source=LICENSE,target=/src/LICENSE \
     --mount=type=bind,source=vllm_overlay,target=/src/vllm_overlay \
     pip install --no-cache-dir --no-deps --no-index --no-build-isolation /src
+# Into the package's own folder, where it is looked for. Empty: no library, and Triton is used.
+ARG KDA_ARCHS=90,100
+RUN [ -z "${KDA_ARCHS}" ] || python -m vllm_overlay.kda.build --arch "${KDA_ARCHS}"
 COPY --from=overlay /opt/vllm-overlay /opt/vllm-overlay
 USER 10001:10001

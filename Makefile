@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # In a recipe: puts the environment's commands first on PATH, or ends it with env.py's one line.
 ENTER = env=$$($(PYTHON) tools/env.py) && PATH="$$env/bin:$$PATH"
 
-.PHONY: help demo test lint format docs bench-activation bench-plan bench-index env lock clean
+.PHONY: help demo test lint format docs bench-activation bench-plan bench-index plots env lock clean
 .SILENT:
 
 help: ## this list
@@ -44,6 +44,9 @@ bench-plan: ## how long `plan` takes with ten fixes, and where the time goes
 
 bench-index: ## how long all symbols of vLLM's releases take to index
 	$(ENTER) && exec python -m bench.index $(ARGS)
+
+plots: ## draw bench/results; needs the extra `bench`
+	$(ENTER) && exec python -m bench.plots $(ARGS)
 
 env: ## make the environment, print its folder
 	$(PYTHON) tools/env.py

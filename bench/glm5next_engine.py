@@ -1,4 +1,4 @@
-"""Tokens a second of a small random GLM-5.3-Flash in vLLM's engine, with and without the fix.
+"""Tokens a second of a small random GLM-5.3-Flash in vLLM's engine: stock, exact and fast.
 
 ``python -m bench.glm5next_engine``: engines start beside each other and are then timed in turn,
 each alone on the GPU. Eight layers of real width (six KDA), MTP with seven drafts, synthetic
@@ -22,10 +22,15 @@ from typing import Any
 from vllm_overlay.bench.record import RESULTS, save
 
 FIX = "glm5next-recoverssm"
+SIDES = {"off": "-", "on": FIX, "fast": f"{FIX}=fast"}
 STREAMS, OUT, ROUNDS = (8, 32, 64, 128), 256, 3
+START = 420  # seconds until all engines of a wave have started
 # Heads and GiB of KV cache: enough for stock's states of 128 requests, and where they do not fit.
-# The engines of one wave are in the GPU's memory together.
-WAVES = (((16, 12.0), (16, 3.0)), ((64, 36.0),), ((64, 10.0),))
+SIZES = ((16, 12.0), (16, 3.0), (64, 36.0), (64, 10.0))
+# GiB: what the engines of one wave, in the GPU's memory together, may take, and what each is
+# reckoned to take besides its KV cache.
+ROOM, BESIDES = 130, 10
+Setting = tuple[int, float, str]  # heads, GiB of KV cache, side
 GRAPHS = (8, 16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 896, 1024)
 
 
@@ -47,7 +52,10 @@ def worker(folder: Path, heads: int, kv_gib: float, side: str) -> None:
     greedy(llm, prompts(8, 128, 1), 32)
     name = f"{heads}-{kv_gib}-{side}"
     (folder / f"{name}.ready").touch()
+    began = time.monotonic()
     while len(list(folder.glob("*.ready"))) < len(list(folder.glob("*.wanted"))):
+        if time.monotonic() - began > START:
+            raise TimeoutError("another engine of the wave has not started")
         time.sleep(0.1)
     with (folder / "turn").open("a") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
@@ -75,16 +83,26 @@ def worker(folder: Path, heads: int, kv_gib: float, side: str) -> None:
     (folder / f"{name}.json").write_text(json.dumps(rows))
 
 
-def compare(wave: Sequence[tuple[int, float]]) -> list[dict[str, Any]]:
-    """Time both sides of each; raises CalledProcessError if an engine fails."""
+def waves() -> list[list[Setting]]:
+    """Return all sizes and sides, those together that fit into the GPU's memory together."""
+    found: list[list[Setting]] = [[]]
+    for heads, kv_gib in SIZES:
+        for side in SIDES:
+            if sum(memory + BESIDES for _, memory, _ in found[-1]) + kv_gib + BESIDES > ROOM:
+                found.append([])
+            found[-1].append((heads, kv_gib, side))
+    return found
+
+
+def compare(settings: Sequence[Setting]) -> list[dict[str, Any]]:
+    """Time the engines of a wave; raises CalledProcessError if one fails."""
     folder = Path(tempfile.mkdtemp())
-    settings = [(heads, kv_gib, side) for heads, kv_gib in wave for side in ("off", "on")]
     names = ["-".join(map(str, setting)) for setting in settings]
     for name in names:
         (folder / f"{name}.wanted").touch()
     started = []
     for name, (heads, kv_gib, side) in zip(names, settings, strict=True):
-        command = [sys.executable, "-m", "tests.support.with_fixes", FIX if side == "on" else "-"]
+        command = [sys.executable, "-m", "tests.support.with_fixes", SIDES[side]]
         command += [sys.executable, "-m", "bench.glm5next_engine", "--worker", str(folder)]
         command += [str(heads), str(kv_gib), side]
         with (folder / f"{name}.log").open("w") as log:
@@ -103,6 +121,9 @@ def compare(wave: Sequence[tuple[int, float]]) -> list[dict[str, Any]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
+    every = waves()
+    which = range(len(every))
+    parser.add_argument("--waves", type=int, nargs="+", default=which, choices=which, help="only")
     parser.add_argument("--save", type=Path, nargs="?", const=RESULTS, help="keep the rows there")
     options = parser.parse_args(arguments)
     if options.worker:
@@ -110,8 +131,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         worker(Path(folder), int(heads), float(memory), side)
         return 0
     rows = []
-    for wave in WAVES:
-        found = compare(wave)
+    for number in options.waves:
+        found = compare(every[number])
         rows += found
         for row in found:
             print(*row.values(), flush=True)

@@ -13,18 +13,18 @@ import argparse
 import itertools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import triton
 from vllm.models.glm5next.common import recoverssm_commit
 from vllm.models.glm5next.nvidia.ops.third_party.kda import fused_recurrent_kda
 
 from bench import recoverssm_port
+from bench.gpu import copy_ceiling, graph, launches, machine, median_ms
 from vllm_overlay.bench.record import RESULTS, save
 
 WINDOW, DIM, LAYERS, GROUPS = 8, 128, 34, 4  # vLLM makes four KV-cache groups of 34 KDA layers
@@ -33,51 +33,75 @@ FORWARD = ("stock", "port", "fix")
 
 
 class Setup:
-    """Layers with pages of their own, all rows of a full window."""
+    """Layers with pages of their own, all rows of a full window; states of type ``state``.
 
-    def __init__(self, heads: int, rows: int) -> None:
+    ``port``: with what the plain port needs.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        rows: int,
+        *,
+        state: torch.dtype = torch.float32,
+        port: bool = False,
+        layers: int = LAYERS,
+        device: str = "cuda",
+    ) -> None:
         torch.manual_seed(0)
-        self.heads, self.rows = heads, rows
+        self.heads, self.rows, self.state, self.port = heads, rows, state, port
+        self.device = device
         size = (heads, DIM, DIM)
-        self.slots = (1 + torch.randperm(rows * WINDOW, device="cuda")).view(rows, WINDOW).int()
-        self.blocks = (1 + torch.randperm(rows, device="cuda")).int()
-        self.start = torch.arange(0, rows * WINDOW + 1, WINDOW, dtype=torch.int32, device="cuda")
-        self.ones = torch.ones(rows, dtype=torch.int32, device="cuda")
-        per_layer = (1 + rows * WINDOW) * heads * DIM * DIM * 4
-        kept = max(1, min(LAYERS, STOCK_BYTES // per_layer))
-        stock = [torch.randn(1 + rows * WINDOW, *size, device="cuda") for _ in range(kept)]
-        self.layers = [self._layer(stock[number % kept]) for number in range(LAYERS)]
+        self.slots = (
+            (1 + torch.randperm(rows * WINDOW, device=self.device)).view(rows, WINDOW).int()
+        )
+        self.blocks = (1 + torch.randperm(rows, device=self.device)).int()
+        self.start = torch.arange(
+            0, rows * WINDOW + 1, WINDOW, dtype=torch.int32, device=self.device
+        )
+        self.ones = torch.ones(rows, dtype=torch.int32, device=self.device)
+        per_layer = (1 + rows * WINDOW) * heads * DIM * DIM * state.itemsize
+        kept = max(1, min(layers, STOCK_BYTES // per_layer))
+        stock = [
+            torch.randn(1 + rows * WINDOW, *size, device=self.device, dtype=state)
+            for _ in range(kept)
+        ]
+        self.layers = [self._layer(stock[number % kept]) for number in range(layers)]
         groups = [self.layers[group::GROUPS] for group in range(GROUPS)]
         self.groups = groups
         self.contexts = [self._context(layers) for layers in groups]
         self.table = recoverssm_commit.CommitTable.create(self.contexts)
-        self.replay_table = torch.zeros((rows, WINDOW + 1), dtype=torch.int32, device="cuda")
+        self.replay_table = torch.zeros((rows, WINDOW + 1), dtype=torch.int32, device=self.device)
         self.from_column = torch.full_like(self.ones, WINDOW + 1)
 
     def _layer(self, stock: torch.Tensor) -> dict[str, Any]:
         heads, rows, tokens = self.heads, self.rows, self.rows * WINDOW
-        mixed = torch.randn(tokens, 3 * heads * DIM, device="cuda").bfloat16()
-        new = {"device": "cuda", "dtype": torch.bfloat16}
+        mixed = torch.randn(tokens, 3 * heads * DIM, device=self.device).bfloat16()
+        new = {"device": self.device, "dtype": torch.bfloat16}
         channels = 3 * heads * DIM
-        conv = torch.randn(1 + rows, 3 + WINDOW - 1, channels, device="cuda").bfloat16()
-        return {
+        conv = torch.randn(1 + rows, 3 + WINDOW - 1, channels, device=self.device).bfloat16()
+        layer: dict[str, Any] = {
             "stock": stock,
-            "state": torch.randn(1 + rows, heads, DIM, DIM, device="cuda"),
+            "state": torch.randn(1 + rows, heads, DIM, DIM, device=self.device, dtype=self.state),
             "conv": conv,
             "qkv": tuple(part.view(1, tokens, heads, DIM) for part in mixed.split(heads * DIM, -1)),
             "gate": torch.randn(1, tokens, heads, DIM, **new),
             "beta": torch.randn(1, tokens, 3 * heads, **new)[..., heads : 2 * heads],
             "out": torch.empty(1, tokens, heads, DIM, **new),
-            "replayed": torch.empty(1, tokens, heads, DIM, **new),
-            "raw_kv": torch.empty(rows, WINDOW, 2, heads, DIM, **new),
-            "raw_gate": torch.empty(rows, WINDOW, heads, DIM, **new),
-            "raw_beta": torch.empty(rows, WINDOW, heads, **new),
-            "a_log": torch.rand(heads, device="cuda"),
-            "bias": torch.rand(heads * DIM, device="cuda"),
+            "a_log": torch.rand(heads, device=self.device),
+            "bias": torch.rand(heads * DIM, device=self.device),
             "records": recoverssm_commit.allocate_records(
-                rows, heads, DIM, WINDOW, torch.float32, torch.device("cuda")
+                rows, heads, DIM, WINDOW, torch.float32, torch.device(self.device)
             ),
         }
+        if self.port:
+            layer |= {
+                "replayed": torch.empty(1, tokens, heads, DIM, **new),
+                "raw_kv": torch.empty(rows, WINDOW, 2, heads, DIM, **new),
+                "raw_gate": torch.empty(rows, WINDOW, heads, DIM, **new),
+                "raw_beta": torch.empty(rows, WINDOW, heads, **new),
+            }
+        return layer
 
     def _context(
         self, layers: list[dict[str, Any]]
@@ -153,42 +177,8 @@ class Setup:
         return LAYERS * (3 * state + inputs + records + window)
 
 
-def graph(call: Callable[[], None]) -> Callable[[], None]:
-    call()
-    torch.cuda.synchronize()
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        call()
-    replay: Callable[[], None] = captured.replay
-    return replay
-
-
-def median_ms(call: Callable[[], None], rep: int = 60) -> float:
-    return float(triton.testing.do_bench(call, warmup=15, rep=rep, return_mode="median"))
-
-
-def launches(call: Callable[[], None]) -> int:
-    """Count the kernels that a call starts."""
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-
-    call()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        call()
-        torch.cuda.synchronize()
-    return len([event for event in profiled.events() if event.device_type == DeviceType.CUDA])
-
-
-def copy_ceiling() -> float:
-    """Bytes a second, read and written, of a large copy."""
-    source = torch.empty(2**32, device="cuda", dtype=torch.uint8)
-    target = torch.empty_like(source)
-    return float(2 * source.numel() / median_ms(lambda: target.copy_(source)) * 1e3)
-
-
 def measure(heads: int, rows: int, accepted: Sequence[int], ceiling: float) -> list[dict[str, Any]]:
-    setup = Setup(heads, rows)
+    setup = Setup(heads, rows, port=True)
     found = []
     forward = {form: median_ms(graph(partial(setup.forward, form))) for form in FORWARD}
     counts = {form: launches(partial(setup.commit, form, setup.ones)) for form in ("port", "fix")}
@@ -258,12 +248,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     ceiling = copy_ceiling()
     print(f"copy: {ceiling / 1e12:.2f} TB/s", flush=True)
-    gpu = {
-        "name": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "copy_bytes_per_s": f"{ceiling:.4g}",
-    }
     command = "python -m bench.glm5next_recoverssm " + " ".join(arguments or sys.argv[1:])
     rows: list[dict[str, Any]] = []
     try:
@@ -275,7 +259,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             torch.cuda.empty_cache()
     finally:  # what was measured is kept, whatever ends it
         if options.save and rows:
-            print(save("glm5next-recoverssm-kernels", command, rows, gpu, options.save))
+            print(
+                save("glm5next-recoverssm-kernels", command, rows, machine(ceiling), options.save)
+            )
     print(*rows[0])
     return 0
 

@@ -12,28 +12,23 @@ import argparse
 import itertools
 import os
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import torch
-import triton
-from triton.runtime.jit import JITFunction
 from vllm.models.kimi_k3.nvidia.ops import recoverssm as stock
-from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm import (
-    chunk,
-    context,
-    kernels,
-    sequential,
-)
+from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm import context
 
+from bench.gpu import compile_all, copy_ceiling, graph, machine, seconds_used
 from vllm_overlay.bench.record import RESULTS, save
+from vllm_overlay.kda import native, operands
+from vllm_overlay.kda.chunk import verify_chunk
+from vllm_overlay.kda.sequential import verify_sequential
+from vllm_overlay.kda.verify import Verify
 
 HEAD_DIM = 128
 LOWER_BOUND = -5.0
@@ -67,7 +62,15 @@ class Case:
         return passes * states + activations + written + read
 
 
-METHODS = ("stock", "flush", "sequential", "chunk")  # the last two: the fused verify's kernels
+FUSED: dict[str, Verify] = {"sequential": verify_sequential, "chunk": verify_chunk}
+
+
+def methods() -> list[str]:
+    """Return what can be measured here: the CUDA library's form where there is one."""
+    library = native.library(torch.device("cuda"))
+    if library is not None:
+        FUSED["cuda"] = library.fold_verify
+    return ["stock", "flush", *FUSED]
 
 
 class Steps:
@@ -97,7 +100,7 @@ class Steps:
         self.slots = torch.randperm(n).to(torch.int32)
         self.accepted = torch.randint(1, window + 1, (n,), dtype=torch.int32)
         self.pending = torch.zeros(n, dtype=torch.int32)
-        self.gates = (self.beta, self.a_log, self.dt_bias, LOWER_BOUND, self.state)
+        self.gates = (self.beta, self.a_log, self.dt_bias, LOWER_BOUND)
         self.rows = (self.starts, self.blocks, window)
         self.sizes = (n, h, window, HEAD_DIM, torch.bfloat16, torch.device(device))
 
@@ -121,7 +124,7 @@ class Steps:
         committed = stock.KDARecoverSSMCommitContext.create(
             [self.layer(records)], spec_query_len=self.case.window, max_num_reqs=self.case.requests
         )
-        inputs = (*self.activations, *self.gates, records, *self.rows, self.out)
+        inputs = (*self.activations, *self.gates, self.state, records, *self.rows, self.out)
         return {
             "verify": lambda: stock.kda_recoverssm_verify(*inputs),
             "commit": lambda: committed.commit(self.accepted, self.blocks, self.starts),
@@ -138,16 +141,18 @@ class Steps:
         state = (self.slots, self.pending, None, made, self.blocks)
         step = context.KDARecoverSSMDeferred(*state)
         inputs = (*self.activations, *self.gates)
-        folds = kernels.Folds(made.fold_lens, made.read_rows)
-        kept = (records, *self.rows, made.write_rows, requests, folds, self.out)
+        ledger = made.ledger
+        q, k, v, gate = self.activations
+        window = operands.Window(q, k, v, gate, *self.gates, *self.rows)
+        kept = (context.as_operands(records), ledger.write_rows, requests, ledger.folds, self.out)
 
         def verify_stock() -> None:
-            stock.kda_recoverssm_verify(*inputs, made.step_records, *self.rows, self.out)
+            own = (made.step_records, *self.rows, self.out)
+            stock.kda_recoverssm_verify(*inputs, self.state, *own)
             made.keep(records, requests)
 
         def verify_fused() -> None:
-            verify = chunk.verify_chunk if method == "chunk" else sequential.verify_sequential
-            verify(*inputs, *kept)
+            FUSED[method](window, self.state, *kept)
 
         def commit() -> None:
             step = {"record_rows": self.slots, "pending": self.pending}
@@ -171,22 +176,11 @@ def run(parts: Parts) -> None:
         part()
 
 
-def graph(call: Callable[[], object]) -> Callable[[], None]:
-    """Return the replay of what ``call`` launches; it has run once before."""
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        call()
-    replay: Callable[[], None] = captured.replay
-    return replay
-
-
 def times(parts: Parts, rounds: int = 15) -> Json:
     """Return the medians in ms of a step and of its parts, each after the ones before it.
 
     A fold happens once a step: timing a fold alone would find nothing to do the second time.
     """
-    run(parts)
-    torch.cuda.synchronize()
     calls = {name: graph(part) for name, part in parts.items()}
     calls["step"] = graph(lambda: run(parts))
     taken: dict[str, list[float]] = {name: [] for name in calls}
@@ -203,19 +197,10 @@ def times(parts: Parts, rounds: int = 15) -> Json:
     return {name: round(sorted(ms)[len(ms) // 2], 4) for name, ms in taken.items()}
 
 
-def copy_ceiling() -> float:
-    """Return bytes a ms, read and written, of a copy of 4 GiB."""
-    source = torch.empty(1 << 32, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    ms: float = triton.testing.do_bench(lambda: target.copy_(source), return_mode="median")
-    moved: int = 2 * source.numel()
-    return moved / ms
-
-
 def measure(case: Case, ceiling: float, until: float) -> list[Json]:
     """Measure the methods: times, and how far states and outputs are from stock's by their norm.
 
-    ``ceiling`` in bytes a ms. Begins nothing after ``until`` seconds of the process.
+    ``ceiling`` in bytes a second. Begins nothing after ``until`` seconds of the process.
     """
     if seconds_used() > until:
         print(f"{seconds_used():.0f} s: no time for {case}", flush=True)
@@ -224,7 +209,7 @@ def measure(case: Case, ceiling: float, until: float) -> list[Json]:
     start = steps.state.clone()
     want: Sequence[torch.Tensor] = ()
     rows: list[Json] = []
-    for method in METHODS:
+    for method in methods():
         if seconds_used() > until:
             print(f"{seconds_used():.0f} s: no time for {case} {method}", flush=True)
             break
@@ -238,7 +223,7 @@ def measure(case: Case, ceiling: float, until: float) -> list[Json]:
         ]
         row |= times(steps.parts(method))
         row["x_stock"] = round(row["step"] / rows[0]["step"], 3)
-        row["of_copy"] = round(case.step_bytes(method) / row["step"] / ceiling, 3)
+        row["of_copy"] = round(case.step_bytes(method) / (row["step"] * 1e-3) / ceiling, 3)
         print(case, shown(row), flush=True)
     return rows
 
@@ -251,49 +236,23 @@ def shown(row: Json) -> str:
     return text + "  states {:.1e} outputs {:.1e} from stock's".format(*row["error"])
 
 
-@contextmanager
-def only_compiled() -> Iterator[None]:
-    """In this context, a launch compiles its kernel and does not start it."""
-    launch = JITFunction.run
-
-    def warm(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        return launch(self, *args, grid=grid, warmup=True, **options)
-
-    JITFunction.run = warm
-    try:
-        yield
-    finally:
-        JITFunction.run = launch
-
-
 def compile_for(cases: Iterable[Case], workers: int, device: str = "cuda") -> float:
     """Compile what the cases launch, in threads; return the seconds it took."""
-    began = time.monotonic()
-    few = {replace(case, requests=2) for case in cases}
-    pool = ThreadPoolExecutor(workers)
-    with only_compiled(), triton.AsyncCompileMode(pool, ignore_errors=True):
-        for case, method in itertools.product(sorted(few, key=str), METHODS):
-            run(Steps(case, device).parts(method))
-    pool.shutdown()
-    return time.monotonic() - began
+    few = sorted({replace(case, requests=2) for case in cases}, key=str)
 
+    def launch(case: Case, method: str) -> None:
+        run(Steps(case, device).parts(method))
 
-def seconds_used() -> float:
-    return time.time() - psutil.Process().create_time()
+    kinds = itertools.product(few, methods())
+    return compile_all((partial(launch, case, method) for case, method in kinds), workers)
 
 
 def keep(rows: list[Json], ceiling: float, folder: Path | None) -> None:
     """Save the rows measured so far in ``folder``, if there is one."""
     if folder is None:
         return
-    gpu = {
-        "name": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "copy_bytes_per_s": f"{ceiling * 1e3:.4g}",
-    }
     command = "python -m bench.kda_deferred " + " ".join(sys.argv[1:])
-    print(save("kda-deferred", command, rows, gpu, folder), flush=True)
+    print(save("kda-deferred", command, rows, machine(ceiling), folder), flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -314,7 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     cases = [Case(h, n, w, d) for w, h, n, d in kinds]
     ceiling = copy_ceiling()
-    print(f"{seconds_used():.0f} s: copy {ceiling / 1e9:.2f} TB/s", flush=True)
+    print(f"{seconds_used():.0f} s: copy {ceiling / 1e12:.2f} TB/s", flush=True)
     took = compile_for(cases, options.workers)
     print(f"{seconds_used():.0f} s: compiled in {took:.0f} s", flush=True)
     rows: list[Json] = []

@@ -14,13 +14,13 @@ from vllm_overlay.activate.receipt import process_key
 from vllm_overlay.errors import UsageError
 from vllm_overlay.receipts import read
 from vllm_overlay.runs import Run
-from vllm_overlay.status import COLOURS, FINE, status_rows
+from vllm_overlay.status import COLOURS, FINE, noted, status_rows
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 FRESH = 20.0  # seconds; what a head has not rewritten for longer is no news
-SHOWN = ("pid", "role", "rank", "plan", "state", "fixes")
+SHOWN = ("pid", "role", "rank", "plan", "state", "fixes", "notes")
 
 
 def node_rows(plan: Path) -> list[dict[str, Any]]:
@@ -38,7 +38,7 @@ def node_rows(plan: Path) -> list[dict[str, Any]]:
             fixes = {name: receipt.state(name) for name in receipt.fixes}
             own = (receipt.pid, receipt.role, receipt.rank, receipt.plan)
             state = receipt.problem or "running"
-            rows.append(dict(zip(SHOWN, (*own, state, fixes), strict=True)))
+            rows.append(dict(zip(SHOWN, (*own, state, fixes, dict(receipt.notes)), strict=True)))
     return sorted(rows, key=lambda row: int(row["pid"]))
 
 
@@ -68,7 +68,8 @@ def every_row(plan: Path, run: Mapping[str, Any]) -> list[dict[str, Any]]:
         if not theirs or age > FRESH:
             state = f"no news for {age:.0f} s" if theirs else "missing"
             absent = dict.fromkeys(("host", "address", *SHOWN))
-            theirs = [{**absent, "node": other, "role": "node", "state": state, "fixes": {}}]
+            told_of = {"node": other, "role": "node", "state": state, "fixes": {}, "notes": {}}
+            theirs = [{**absent, **told_of}]
         rows += theirs
     return rows
 
@@ -88,7 +89,7 @@ def ray_rows(plan: Path) -> list[dict[str, Any]]:
         if name != host or item["pid"] not in here:
             facts = {"role": "worker", "rank": str(item["rank"]), "plan": plan.name}
             kept = {key: item[key] for key in ("node", "address", "pid", "fixes")}
-            rows.append({**kept, **facts, "host": name, "state": "running"})
+            rows.append({**kept, **facts, "host": name, "state": "running", "notes": {}})
     return rows
 
 
@@ -156,6 +157,9 @@ def cluster_table(found: Mapping[str, Any]) -> RenderableType:
     )
     table = Table("node", "host", Column("role", no_wrap=True), "pid", "plan", "state", "fixes",
                   box=SIMPLE, pad_edge=False)  # fmt: skip
+    with_notes = any(row["notes"] for row in found["rows"])
+    if with_notes:
+        table.add_column("notes")
     for row in found["rows"]:
         table.add_row(
             str(row["node"]),
@@ -165,5 +169,6 @@ def cluster_table(found: Mapping[str, Any]) -> RenderableType:
             row["plan"][:8] if row["plan"] else "-",
             Text(row["state"], style=COLOURS.get(row["state"], "red")),
             "\n".join(f"{name} {state}" for name, state in row["fixes"].items()) or "-",
+            *([noted(row)] if with_notes else []),
         )
     return Group(head, table)

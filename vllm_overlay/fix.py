@@ -11,7 +11,7 @@ from pathlib import Path
 from vllm_overlay.border import raise_problems, suggest, validate
 from vllm_overlay.errors import ConfigError, ConfigErrors
 from vllm_overlay.files import inside, is_file, read_bytes, unreadable
-from vllm_overlay.fix_format import FixModel, NeedModel
+from vllm_overlay.fix_format import OFF, FixModel, NeedModel
 from vllm_overlay.needs import Need, Subject, check_need
 from vllm_overlay.yamlio import Node, Place, Places, parse
 
@@ -98,6 +98,7 @@ def load_fix(folder: Path) -> Fix:
     errors += _wrong_name(root, folder)
     errors += _inconsistent(root)
     errors += _broken_files(root, folder)
+    errors += _unknown_values(model, Places(root)) if model else []
     raise_problems(errors, file)
     assert model is not None
     return _fix(model, folder, file, Places(root))
@@ -106,9 +107,13 @@ def load_fix(folder: Path) -> Fix:
 def check_needs(fix: Fix, subject: Subject) -> tuple[list[ConfigError], list[str]]:
     """Return each need of a fix that is not met, and a note on each that only the start can tell.
 
-    Raises ConfigError for a model whose config.json lacks what the rules are about.
+    A need that is bound to values of the fix's flag holds where the environment sets one of them,
+    or sets none and one is the default. Raises ConfigError for a model whose config.json lacks
+    what the rules are about.
     """
-    checked = [check_need(fix.name, need, subject) for need in fix.needs]
+    value = subject.env.get(fix.flag.name, fix.flag.default) if fix.flag else None
+    needs = [need for need in fix.needs if not need.when or value in need.when]
+    checked = [check_need(fix.name, need, subject) for need in needs]
     errors = [item for item in checked if isinstance(item, ConfigError)]
     return errors, [item for item in checked if isinstance(item, str)]
 
@@ -176,6 +181,19 @@ def _inconsistent(root: Node) -> Iterator[ConfigError]:
             yield item.place.error(f"'{item.written[:200]}' is there twice", remedy="remove it")
         elif isinstance(item.value, str) and item.value == _text(root.child("name")):
             yield item.place.error("the fix comes after itself", remedy="remove it")
+
+
+def _unknown_values(model: FixModel, places: Places) -> Iterator[ConfigError]:
+    """Yield each value of the flag that a need is bound to and the flag does not have."""
+    values = [value for value in model.flag.values if value != OFF] if model.flag else []
+    for number, need in enumerate(model.needs):
+        for index, value in enumerate(need.when):
+            if value not in values:
+                yield places.at("needs", number, "when", index).error(
+                    "the need is bound to a value with which the fix's flag does not turn it on",
+                    found=f"'{value[:200]}'",
+                    expected=" or ".join(values) or "no 'when': the fix has no flag",
+                )
 
 
 def _broken_files(root: Node, folder: Path) -> Iterator[ConfigError]:
@@ -296,6 +314,7 @@ def _need(model: NeedModel, place: Place) -> Need:
         at_most=model.at_most,
         power_of_two=model.power_of_two,
         default=model.default,
+        when=tuple(model.when),
         why=model.why,
         place=place,
     )

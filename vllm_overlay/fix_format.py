@@ -119,6 +119,9 @@ class NeedModel(Strict):
         "whether it must be 1, 2, 4, 8 and so on", default=False, alias="power-of-two"
     )
     default: NeedValue | None = key("vLLM's own value when it is not set", default=None)
+    when: list[FlagValue] = key(
+        'the values of the fix\'s flag for which the rule holds; all but "0" if empty', default=[]
+    )
     why: OneLine = key("why the fix needs it")
 
     @model_validator(mode="after")

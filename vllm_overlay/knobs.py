@@ -103,6 +103,7 @@ BUILD = {
     "VLLM_VERSION": "the release of vLLM in the cuda image; it has a lock file of its own",
     "VLLM_BUILD": "wheel, or source to build vLLM from its source distribution",
     "TORCH_CUDA_ARCH_LIST": "the GPU architectures of a source build",
+    "KDA_ARCHS": "the GPUs of the KDA library, as compute capabilities without dot; empty: none",
     "MAX_JOBS": "how many compilers a source build runs at once",
 }
 MAKE = {

@@ -33,6 +33,7 @@ class Need:
     at_most: float | None
     power_of_two: bool
     default: bool | int | str | None
+    when: tuple[str, ...]  # values of the fix's flag; empty: whichever
     why: str
     place: Place
 

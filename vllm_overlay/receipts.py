@@ -35,6 +35,7 @@ class Receipt:
     environment: str = ""
     updated: str = ""
     fixes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # fix -> module -> state
+    notes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # fix -> key -> value
     waiting: str | None = None  # of a rank of several nodes: for whom
     roster: Sequence[Mapping[str, Any]] = ()  # of rank 0: who has joined
     problem: str | None = None
@@ -142,6 +143,7 @@ def _parse(record: dict[str, Any]) -> Receipt:
         environment=str(record["environment"]),
         updated=str(record["updated"]),
         fixes={str(fix["name"]): dict(fix["modules"]) for fix in record["fixes"]},
+        notes={str(f["name"]): dict(f["notes"]) for f in record["fixes"] if f.get("notes")},
         waiting=(record.get("group") or {}).get("waiting"),
         roster=(record.get("group") or {}).get("roster", ()),
     )

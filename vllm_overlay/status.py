@@ -21,8 +21,9 @@ COLOURS = {"applied": "green", "waiting": "yellow", "running": "green", "startin
 def status_rows(home: Path, proc: Path = PROC) -> dict[str, Any]:
     """Return what ``status --json`` prints: servers, their failures, and every vLLM process.
 
-    A process's ``fixes`` are its own plan's, empty without a receipt; ``state`` is running,
-    starting, without plan, without receipt, or what is wrong with its receipt.
+    A process's ``fixes`` are its own plan's, and ``notes`` what each chose there, by fix and key;
+    both are empty without a receipt. ``state`` is running, starting, without plan, without
+    receipt, or what is wrong with its receipt.
     """
     runs = live_runs(home, proc)
     processes = vllm_processes(proc)
@@ -59,6 +60,9 @@ def status_table(rows: Mapping[str, Any]) -> RenderableType:
     table = Table("pid", Column("role", no_wrap=True), "plan", "state", box=SIMPLE, pad_edge=False)
     for state in columns:
         table.add_column(state, style=COLOURS.get(state, "red"), no_wrap=True)
+    with_notes = any(row["notes"] for row in processes)
+    if with_notes:
+        table.add_column("notes")
     for row in processes:
         named = [[name for name, state in row["fixes"].items() if state == c] for c in columns]
         table.add_row(
@@ -67,8 +71,18 @@ def status_table(rows: Mapping[str, Any]) -> RenderableType:
             row["plan"][:8] if row["plan"] else "-",
             Text(row["state"], style=COLOURS.get(row["state"], "red")),
             *("\n".join(names) or "-" for names in named),
+            *([noted(row)] if with_notes else []),
         )
     return Group(*parts, table)
+
+
+def noted(row: Mapping[str, Any]) -> RenderableType:
+    """Return the cell of a process's notes."""
+    from rich.text import Text
+
+    notes = row["notes"].items()
+    lines = [f"{fix} {key}: {value}" for fix, said in notes for key, value in said.items()]
+    return Text("\n".join(lines) or "-", overflow="fold")
 
 
 def _server(run: Run) -> dict[str, Any]:
@@ -98,6 +112,7 @@ def _process(process: Proc, receipt: Receipt | None) -> dict[str, Any]:
         "why": process.why,
         "environment": None,
         "fixes": {},
+        "notes": {},
     }
     if receipt is not None and process.state == "without plan":
         row["plan"] = receipt.plan  # the receipt is of what this process was before an exec
@@ -109,5 +124,6 @@ def _process(process: Proc, receipt: Receipt | None) -> dict[str, Any]:
             "state": receipt.problem or receipt.waiting or "running",
             "environment": receipt.environment,
             "fixes": {name: receipt.state(name) for name in receipt.fixes},
+            "notes": dict(receipt.notes),
         }
     return row

@@ -331,8 +331,11 @@ class CommitTable:
             num_warps=4,
         )
 
-    def fold(self, rows: int) -> None:
-        """Apply each committed row's records to its recurrent state."""
+    def fold(self, rows: int, which: torch.Tensor | None = None) -> None:
+        """Apply each committed row's records to its recurrent state.
+
+        ``which`` int32 [rows]: the rows of plan and records, if not the first ``rows``.
+        """
         first = self.contexts[0]
         state, records = first.states[0], first.records[0].data
         _, heads, value_dim, key_dim = state.shape
@@ -342,6 +345,7 @@ class CommitTable:
             records,
             first.plan,
             self.layers,
+            which,
             STRIDE_STATE=state.stride(0),
             H=heads,
             K=key_dim,

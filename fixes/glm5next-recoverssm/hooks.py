@@ -8,9 +8,13 @@ def install(module: ModuleType) -> dict[str, object]:
     """Hook on `vllm.models.glm5next.common.model`."""
 
     def get_model_state_cls(self: Any) -> type:
-        from vllm.models.glm5next.common.recoverssm import model_state_cls
+        from vllm.models.glm5next.common import recoverssm
 
-        return model_state_cls()
+        if recoverssm.is_deferred():
+            from vllm.models.glm5next.common import recoverssm_deferred_builder
+
+            return recoverssm_deferred_builder.model_state_cls()
+        return recoverssm.model_state_cls()
 
     changed: dict[str, object] = {}
     for name in ("Glm5NextForCausalLM", "Glm5NextForConditionalGeneration"):

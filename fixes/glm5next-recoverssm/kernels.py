@@ -204,6 +204,7 @@ def fold_kernel(
     record_ref,  # [rows * Q, 3, heads, K], the first layer's
     plan_ref,
     layer_ptr,  # int64 [layers, 4]: offsets of state, convolution, records and plan
+    row_ptr,  # int32 [rows]: the rows of plan and records; None: 0, 1, ...
     STRIDE_STATE: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
@@ -214,6 +215,8 @@ def fold_kernel(
 ):
     NV: tl.constexpr = V // BV
     row = tl.program_id(1).to(tl.int64)
+    if row_ptr is not None:
+        row = tl.load(row_ptr + row).to(tl.int64)
     layer = layer_ptr + tl.program_id(2) * 4
     plan = plan_ref + tl.load(layer + 3) + row * 5
     length = tl.load(plan)

@@ -3,12 +3,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import is_not
+from typing import Any
 
 import torch
 from vllm.models.glm5next.common.recoverssm_commit import (
     CommitRows,
     CommitTable,
     Glm5NextRecoverSSMCommitContext,
+    Records,
+    kda_recoverssm_verify,
 )
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 from vllm.v1.attention.backends.recoverssm_metadata import (
@@ -29,6 +33,18 @@ class Glm5NextRecoverSSMMetadata(GDNAttentionMetadata, RecoverSSMMetadata):
     recoverssm_context: Glm5NextRecoverSSMCommitContext | None = field(
         default=None, repr=False, compare=False
     )
+
+    def verify(self, records: Records, **window: Any) -> torch.Tensor:
+        """Verify a layer's window: ``kda_recoverssm_verify`` of this step's rows."""
+        assert self.spec_query_start_loc is not None
+        assert self.spec_state_indices_tensor is not None
+        rows = self.num_spec_decodes
+        return kda_recoverssm_verify(
+            **window,
+            records=records,
+            query_start_loc=self.spec_query_start_loc[: rows + 1],
+            state_indices=self.spec_state_indices_tensor[:rows, 0],
+        )
 
     def prepare_commit(self, num_accepted_tokens: torch.Tensor) -> None:
         """Plan this group's commit; ``num_accepted_tokens`` per batch row."""
@@ -114,11 +130,21 @@ class Glm5NextRecoverSSMState(RecoverSSMState):
         if isinstance(num_sampled, int) or not step:
             return
         contexts = tuple(metadata.recoverssm_context for metadata in step)
-        if self._table is None or self._table.contexts != contexts:
+        # By identity: a context of a new cache has other tensors, and these do not compare.
+        known = self._table.contexts if self._table else ()
+        if self._table is None or any(map(is_not, known, contexts)):
             self._table = CommitTable.create(contexts)
-        commit_groups(step, self._table, num_sampled)
+        self._commit(step, self._table, num_sampled)
         # The groups share block size and token counts, so that one of them speaks for all.
         meta = step[0].postprocess_metadata()
         if meta is not None:
             assert state_indices is not None
             record_state_blocks(meta, idx_mapping, num_sampled, state_indices, num_accepted_tokens)
+
+    def _commit(
+        self,
+        step: Sequence[Glm5NextRecoverSSMMetadata],
+        table: CommitTable,
+        num_sampled: torch.Tensor,
+    ) -> None:
+        commit_groups(step, table, num_sampled)

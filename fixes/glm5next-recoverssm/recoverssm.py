@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import vllm.envs as envs
 from vllm.config import VllmConfig
 from vllm.models.glm5next.common.recoverssm_commit import (
     CommitRows,
@@ -46,8 +47,10 @@ __all__ = [
     "Glm5NextRecoverSSMMetadataBuilder",
     "Records",
     "allocate_records",
+    "attn_backend",
     "kda_recoverssm_verify",
     "model_state_cls",
+    "record_rows",
     "record_state_blocks",
 ]
 
@@ -81,7 +84,7 @@ def check_config(vllm_config: VllmConfig) -> None:
 
 
 @dataclass(frozen=True)
-class _Split:
+class Split:
     """How a batch divides into rows that verify and rows that run as prefills."""
 
     spec_mask: torch.Tensor  # bool [batch], on the CPU
@@ -141,14 +144,14 @@ class Glm5NextRecoverSSMMetadataBuilder(GDNAttentionMetadataBuilder):
             )
         return context
 
-    def _split(self, m: CommonAttentionMetadata, num_draft_tokens: torch.Tensor) -> _Split:
+    def _split(self, m: CommonAttentionMetadata, num_draft_tokens: torch.Tensor) -> Split:
         query_lens = m.query_start_loc_cpu.diff()
         mask = num_draft_tokens >= 0
         if m.is_prefilling is not None:
             mask |= ~m.is_prefilling
         # A dummy row may be longer than the records are: it runs as a prefill.
         mask &= (query_lens > 0) & (query_lens <= self.spec_query_len)
-        return _Split(mask, ~mask & (query_lens > 0), query_lens)
+        return Split(mask, ~mask & (query_lens > 0), query_lens)
 
     def _state_blocks(self, m: CommonAttentionMetadata) -> torch.Tensor:
         """Return each row's state block: int32 [batch]."""
@@ -177,7 +180,7 @@ class Glm5NextRecoverSSMMetadataBuilder(GDNAttentionMetadataBuilder):
         return self._build_mixed(m, split) if split.num_rest else self._build_uniform(m, split)
 
     def _build_uniform(
-        self, m: CommonAttentionMetadata, split: _Split
+        self, m: CommonAttentionMetadata, split: Split
     ) -> Glm5NextRecoverSSMMetadata:
         """All active rows verify; rows that pad a CUDA graph come after them."""
         rows = split.num_spec
@@ -193,7 +196,7 @@ class Glm5NextRecoverSSMMetadataBuilder(GDNAttentionMetadataBuilder):
             start_loc = self.spec_query_start_loc[: m.num_reqs + 1]
         return self._metadata(m, split, blocks, start_loc, None)
 
-    def _build_mixed(self, m: CommonAttentionMetadata, split: _Split) -> Glm5NextRecoverSSMMetadata:
+    def _build_mixed(self, m: CommonAttentionMetadata, split: Split) -> Glm5NextRecoverSSMMetadata:
         """Some rows verify; the others run as prefills, in an order of their own."""
         device = m.query_start_loc.device
         num_tokens = int(m.query_start_loc_cpu[-1])
@@ -232,7 +235,7 @@ class Glm5NextRecoverSSMMetadataBuilder(GDNAttentionMetadataBuilder):
     def _metadata(
         self,
         m: CommonAttentionMetadata,
-        split: _Split,
+        split: Split,
         blocks: torch.Tensor,
         start_loc: torch.Tensor,
         request_indices: torch.Tensor | None,
@@ -280,6 +283,34 @@ class Glm5NextRecoverSSMBackend(GDNAttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[Glm5NextRecoverSSMMetadataBuilder]:
         return Glm5NextRecoverSSMMetadataBuilder
+
+
+def is_deferred() -> bool:
+    """Whether the flag asks for the deferred commit, ``fast``."""
+    return bool(envs.VLLM_GLM5NEXT_RECOVERSSM == "fast")
+
+
+def record_rows(vllm_config: VllmConfig) -> int:
+    """Return how many rows of records a layer needs.
+
+    Raises RuntimeError for what a deferred commit cannot serve: before a weight is loaded.
+    """
+    requests = int(vllm_config.scheduler_config.max_num_seqs)
+    if not is_deferred():
+        return requests
+    from vllm.models.glm5next.common.recoverssm_deferred import check_deferred, rows_by_slot
+
+    check_deferred(vllm_config)
+    return rows_by_slot(requests)
+
+
+def attn_backend() -> type[Glm5NextRecoverSSMBackend]:
+    """Return the attention backend of the form that the flag chooses."""
+    if not is_deferred():
+        return Glm5NextRecoverSSMBackend
+    from vllm.models.glm5next.common.recoverssm_deferred_builder import Glm5NextDeferredBackend
+
+    return Glm5NextDeferredBackend
 
 
 @cache

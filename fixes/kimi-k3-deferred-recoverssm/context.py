@@ -14,13 +14,11 @@ from vllm.models.kimi_k3.nvidia.ops.recoverssm import (
     _compact_conv_state_kernel,
     _prepare_commit_plan_kernel,
 )
-from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm.kernels import (
-    Folds,
-    plan_folds_kernel,
-    settle_kernel,
-)
 from vllm.triton_utils import triton
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
+
+from vllm_overlay.kda.folds import Commits, Ledger
+from vllm_overlay.kda.operands import Folds, Records
 
 FP32_DEFERRED = "fp32_deferred"
 
@@ -47,29 +45,22 @@ def allocate_records(
     return records
 
 
+def as_operands(records: KDARecoverSSMRecords) -> Records:
+    """Return vLLM's records as the fused verify takes them: raw keys, and gates behind them."""
+    keys, gates = records.key_gate.chunk(2, dim=-1)
+    return Records(records.correction, keys, gates, unit=False)
+
+
 @dataclass
 class KDADeferredCommitContext(KDARecoverSSMCommitContext):
     """The commit of one KV-cache group's KDA layers that leaves the state to the next verify.
 
     It compacts the convolution states and stores each row's accepted tokens as pending; only eager
     rows' states are folded at once. Pending counts are shared by all groups; what a group has
-    folded is its own: ``turn`` and ``folded`` int32 [slots], see ``kernels``.
+    folded is its own: the ``ledger``.
     """
 
-    slots: int = field(init=False)
-    halves: int = field(init=False)
-    turn: torch.Tensor = field(init=False)
-    folded: torch.Tensor = field(init=False)
-    # The step's plan, int32 [slots], by verify row.
-    fold_lens: torch.Tensor = field(init=False)
-    read_rows: torch.Tensor = field(init=False)
-    write_rows: torch.Tensor = field(init=False)
-    # What a fold over record rows has to do, int32 [record rows]; nothing where the length is 0.
-    due_lens: torch.Tensor = field(init=False)
-    due_states: torch.Tensor = field(init=False)
-    due_finals: torch.Tensor = field(init=False)
-    due_boundaries: torch.Tensor = field(init=False)
-    due_boundary_lens: torch.Tensor = field(init=False)
+    ledger: Ledger = field(init=False)
     # With one half: what the stock verify writes, by verify row, for ``keep``.
     step_records: KDARecoverSSMRecords | None = field(default=None, init=False)
     align: bool = field(default=False, init=False)
@@ -95,14 +86,9 @@ class KDADeferredCommitContext(KDARecoverSSMCommitContext):
         context: KDADeferredCommitContext = super().create(
             layers, spec_query_len=spec_query_len, max_num_reqs=max_num_reqs, backend=backend
         )
-        context.slots, context.halves, context.align = max_num_reqs, halves, align
         device = context.commit_lens.device
-        for name in ("turn", "folded", "fold_lens", "read_rows", "write_rows"):
-            setattr(context, name, torch.zeros(max_num_reqs, dtype=torch.int32, device=device))
-        records = halves * (max_num_reqs + 1)
-        for name in ("lens", "states", "finals", "boundaries", "boundary_lens"):
-            value = torch.zeros(records, dtype=torch.int32, device=device)
-            setattr(context, f"due_{name}", value)
+        context.align = align
+        context.ledger = Ledger.create(max_num_reqs, halves, device)
         if halves == 1:
             known = layers[0].recoverssm_records
             context.step_records = KDARecoverSSMRecords.allocate(
@@ -113,48 +99,12 @@ class KDADeferredCommitContext(KDARecoverSSMCommitContext):
     @property
     def fused(self) -> bool:
         """Whether the verify itself folds: the records then have two halves."""
-        return self.halves == 2
-
-    def plan(
-        self,
-        slots: torch.Tensor,
-        pending: torch.Tensor,
-        state_indices: torch.Tensor,
-        *,
-        by_record: bool,
-    ) -> None:
-        """Plan the folds of a verify's rows, and count them as done.
-
-        ``slots`` [rows] or longer, -1 where no request owns the row; ``pending`` [slots];
-        ``state_indices`` [rows]. A second call in a step plans no fold. ``by_record`` also makes
-        them due for ``fold_due``.
-        """
-        if by_record:
-            self.due_lens.zero_()
-        plan_folds_kernel[(state_indices.shape[0],)](
-            slots,
-            pending,
-            self.turn,
-            self.folded,
-            state_indices,
-            self.fold_lens,
-            self.read_rows,
-            self.write_rows,
-            self.due_lens,
-            self.due_states,
-            self.due_boundaries,
-            NULL_BLOCK_ID,
-            self.slots,
-            state_indices.stride(0),
-            HALVES=self.halves,
-            BY_RECORD=by_record,
-            num_warps=1,
-        )
+        return self.ledger.halves == 2
 
     def keep(self, records: KDARecoverSSMRecords, rows: int) -> None:
         """File the step's records of ``rows`` verify rows in a layer's ``records``, by slot."""
         assert self.step_records is not None
-        kept = self.write_rows[:rows].long()
+        kept = self.ledger.write_rows[:rows].long()
         records.correction[kept] = self.step_records.correction[:rows]
         records.key_gate[kept] = self.step_records.key_gate[:rows]
 
@@ -181,7 +131,7 @@ class KDADeferredCommitContext(KDARecoverSSMCommitContext):
         rows = state_indices.shape[0]
         if rows == 0:
             return
-        if rows > self.slots or query_start_loc.shape[0] != rows + 1:
+        if rows > self.ledger.slots or query_start_loc.shape[0] != rows + 1:
             raise ValueError("deferred RecoverSSM: the rows of the commit's metadata differ")
         if (block_table is not None) != self.align:
             raise ValueError("deferred RecoverSSM: the commit's cache mode is not the builder's")
@@ -197,31 +147,16 @@ class KDADeferredCommitContext(KDARecoverSSMCommitContext):
             mamba_block_size,
         )
         self._compact_conv(state_indices)
-        if eager is not None:
-            self.due_lens.zero_()
-        settle_kernel[(rows,)](
-            record_rows,
-            eager,
-            state_indices,
+        commits = Commits(
             self.commit_lens,
+            state_indices,
             self.final_state_indices,
             self.boundary_state_indices,
             self.boundary_recovery_lens,
-            pending,
-            self.turn,
-            self.due_lens,
-            self.due_states,
-            self.due_finals,
-            self.due_boundaries,
-            self.due_boundary_lens,
-            self.slots,
-            state_indices.stride(0),
-            HALVES=self.halves,
-            HAS_EAGER=eager is not None,
-            num_warps=1,
         )
+        self.ledger.settle(record_rows, pending, commits, eager)
         if eager is not None:
-            self.fold_due(self.due_finals)
+            self.fold_due(self.ledger.due.finals)
 
     def _plan_commit(
         self,
@@ -292,16 +227,13 @@ class KDADeferredCommitContext(KDARecoverSSMCommitContext):
         That kernel reads the records of its row: so a row is a record row here, and those with
         nothing due end at once. ``finals`` [record rows]: the state blocks written.
         """
-        state, correction, key_gate = (
-            self.checkpoints[0],
-            self.correction_caches[0],
-            self.kg_caches[0],
-        )
+        state, due = self.checkpoints[0], self.ledger.due
+        correction, key_gate = self.correction_caches[0], self.kg_caches[0]
         _, heads, value_dim, key_dim = state.shape
         block_v = min(triton.next_power_of_2(value_dim), 32)
         grid = (
             triton.cdiv(value_dim, block_v),
-            self.due_lens.shape[0],
+            due.lens.shape[0],
             len(self.checkpoints) * heads,
         )
         _commit_kda_state_kernel[grid](
@@ -316,11 +248,11 @@ class KDADeferredCommitContext(KDARecoverSSMCommitContext):
             self.kg_cache_block_strides,
             self.A_log,
             self.dt_bias,
-            self.due_states,
-            self.due_lens,
+            due.sources,
+            due.lens,
             finals,
-            self.due_boundaries,
-            self.due_boundary_lens,
+            due.boundaries,
+            due.boundary_lens,
             self.lower_bound or 0.0,
             NULL_BLOCK_ID,
             *state.stride()[1:],
@@ -328,7 +260,7 @@ class KDADeferredCommitContext(KDARecoverSSMCommitContext):
             *key_gate.stride()[1:],
             *self.A_log.stride(),
             *self.dt_bias.stride(),
-            self.due_states.stride(0),
+            due.sources.stride(0),
             K=key_dim,
             V=value_dim,
             BK=triton.next_power_of_2(key_dim),
@@ -366,16 +298,16 @@ class KDARecoverSSMDeferred:
         """
         if not self._first_of_forward(layer):
             return
-        context = self.context
-        context.plan(self.record_rows, self.pending, self.state_indices, by_record=True)
-        context.fold_due(context.due_states)
+        ledger = self.context.ledger
+        ledger.plan(self.record_rows, self.pending, self.state_indices, by_record=True)
+        self.context.fold_due(ledger.due.sources)
 
     def plan(self, layer: object) -> Folds:
         """Return what each row's verify has to fold itself: planned once a forward."""
-        context = self.context
+        ledger = self.context.ledger
         if self._first_of_forward(layer):
-            context.plan(self.record_rows, self.pending, self.state_indices, by_record=False)
-        return Folds(context.fold_lens, context.read_rows)
+            ledger.plan(self.record_rows, self.pending, self.state_indices, by_record=False)
+        return ledger.folds
 
     def _first_of_forward(self, layer: object) -> bool:
         if self._first is None:

@@ -16,18 +16,24 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_update
 from vllm.models.kimi_k3.nvidia.kda_metadata import KimiK3KDAMetadataBuilder
 from vllm.models.kimi_k3.nvidia.ops.recoverssm import kda_recoverssm_verify
-from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm.boundary import near_boundary
 from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm.context import (
     FP32_DEFERRED,
     KDADeferredCommitContext,
     KDARecoverSSMDeferred,
     allocate_records,
+    as_operands,
 )
-from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm.verify import verify_window
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.worker.gpu.model_states.recoverssm import RecoverSSMState
 from vllm.v1.worker.utils import AttentionGroup
+
+from vllm_overlay.kda.boundary import near_boundary
+from vllm_overlay.kda.operands import Window
+from vllm_overlay.kda.owners import Owners, is_dummy
+from vllm_overlay.kda.verify import fold_verify
+
+FIX = "kimi-k3-deferred-recoverssm"
 
 
 class DeferredRecoverSSMState(RecoverSSMState):
@@ -100,23 +106,18 @@ def install_model_state(state: Any) -> None:
     deferred = DeferredRecoverSSMState(state.max_num_reqs, state.device)
     base_add_request, base_prepare_attn = state.add_request, state.prepare_attn
     base_remove_request = getattr(state, "remove_request", None)
-    slots: dict[str, int] = {}
-    left: dict[str, int] = {}  # the request that was removed last
+    owners = Owners()
 
     def remove_request(req_id: str) -> None:
         if base_remove_request is not None:
             base_remove_request(req_id)
-        left.clear()
-        if req_id in slots:
-            left[req_id] = slots.pop(req_id)
+        owners.leave(req_id)
 
     def add_request(req_index: int, new_req_data: Any) -> None:
         base_add_request(req_index, new_req_data)
-        name = getattr(new_req_data, "req_id", None)
-        if name in left:  # streamed more input: it is removed and added, and keeps its state
-            computed = new_req_data.num_computed_tokens
-            deferred.resume(left.pop(name), new_req_data.block_ids, computed)
-        slots[name] = req_index
+        left = owners.enter(new_req_data.req_id, req_index)
+        if left is not None:  # streamed more input: it is removed and added, and keeps its state
+            deferred.resume(left, new_req_data.block_ids, new_req_data.num_computed_tokens)
         deferred.add_request(req_index)
 
     def prepare_attn(
@@ -129,7 +130,7 @@ def install_model_state(state: Any) -> None:
         for_capture: bool = False,
         **options: Any,
     ) -> dict[str, Any]:
-        owned = not for_capture and not _is_dummy(input_batch)
+        owned = not for_capture and not is_dummy(input_batch)
         deferred.bind(attn_groups, input_batch.idx_mapping if owned else None)
         metadata: dict[str, Any] = base_prepare_attn(
             input_batch,
@@ -146,13 +147,6 @@ def install_model_state(state: Any) -> None:
     state.recoverssm = deferred
     state.add_request, state.remove_request = add_request, remove_request
     state.prepare_attn = prepare_attn
-
-
-def _is_dummy(input_batch: Any) -> bool:
-    """Tell whether no row has a prompt: warm-ups and piecewise captures use the slots 0, 1, ...
-    of requests that may exist, and are not announced as captures."""
-    prompts = getattr(input_batch, "prefill_len_np", None)
-    return prompts is not None and not prompts.any()
 
 
 def install_layers(layers: Any, *, fused: bool = True) -> None:
@@ -351,11 +345,24 @@ def deferred_recoverssm_verify(
         rearrange(part, "t (h d) -> 1 t h d", d=self.head_dim)
         for part in activations.split(self.local_projection_size, dim=-1)
     )
-    inputs = (q, k, v, raw_g, raw_beta, self.A_log, self.dt_bias, self.gate_lower_bound, state)
+    records = self.recoverssm_records
+    inputs = (q, k, v, raw_g, raw_beta, self.A_log, self.dt_bias, self.gate_lower_bound)
     rows = (query_start_loc, state_indices, self.spec_query_len)
     if folds is None:
-        verified: torch.Tensor = kda_recoverssm_verify(*inputs, context.step_records, *rows, out)
-        context.keep(self.recoverssm_records, state_indices.shape[0])
+        verified: torch.Tensor = kda_recoverssm_verify(
+            *inputs, state, context.step_records, *rows, out
+        )
+        context.keep(records, state_indices.shape[0])
         return verified
-    kept = (context.write_rows, context.slots)
-    return verify_window(*inputs, self.recoverssm_records, *rows, *kept, folds, out)
+    out = v.new_empty(v.shape) if out is None else out
+    ledger = context.ledger
+    return fold_verify(
+        Window(*inputs, *rows),
+        state,
+        as_operands(records),
+        ledger.write_rows,
+        ledger.slots,
+        folds,
+        out,
+        fix=FIX,
+    )

@@ -21,10 +21,11 @@ from vllm_overlay.cluster import every_row, node_rows
 Facts = dict[str, Any]
 
 MISSING, WAITING, APPLIED = "missing", "waiting", "applied"
-SHOWN = ("pid", "role", "rank", "state", "fixes")
+SHOWN = ("pid", "role", "rank", "state", "fixes", "notes")
 WHERE = ("node", "host", "address", "plan")  # with several nodes
 UNKNOWN = "unknown"  # the role where the processes cannot be read
 FOLDERS = re.compile(r"/.*/(?=[^/]*\.json)")
+PATHS = re.compile(r"(?<![\w./])/\S*/(?=\S)")  # in the text of a note
 SETTLE = 0.2  # seconds; a child between fork and exec has no receipt of its own
 
 
@@ -65,6 +66,10 @@ def _receipts(plan_file: Path) -> list[dict[str, Any]]:
         rows = [{key: row[key] for key in SHOWN} for row in node_rows(folder)]
     for row in rows:
         row["state"] = _public(row["state"])
+        row["notes"] = {
+            fix: {key: PATHS.sub("", value) for key, value in said.items()}
+            for fix, said in row["notes"].items()
+        }
     return rows
 
 
@@ -184,7 +189,9 @@ def _receipt_row(receipt: Mapping[str, Any], on: list[str]) -> str:
     cells.append(f'<td class="quiet">{escape(receipt["state"])}</td>')
     for name in on:
         state = state_in(receipt, name)
-        cells.append(f'<td class="{state}">{LABELS[state]}</td>')
+        said = receipt["notes"].get(name, {}).items()
+        notes = "".join(f'<div class="quiet">{escape(f"{k}: {v}")}</div>' for k, v in said)
+        cells.append(f'<td class="{state}">{LABELS[state]}{notes}</td>')
     return f"<tr>{''.join(cells)}</tr>"
 
 

@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.kdalib import lay
 from tests.support.node import wait_for
 from tests.support.ranks import FIX, Ranks, ranks
+from vllm_overlay.activate.planfile import sha256
 
 HOST = os.uname().nodename
 FIX_KEY = "fixes.a-fix.digest"
@@ -70,6 +72,34 @@ def test_a_difference_ends_the_rank_and_the_head(
     line = f"{named}{there} on {HOST}, {here} on {HOST}"
     assert line in head.said and line in other.said
     assert "added up" not in head.said + other.said
+
+
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [(b"a", b"b"), (b"a", None), (None, b"b")],
+)
+def test_ranks_that_would_run_different_kda_libraries_do_not_start(
+    two: Ranks, here: bytes | None, there: bytes | None
+) -> None:
+    def libraries(name: str, code: bytes | None) -> tuple[dict[str, str], str]:
+        folder = two.folder / name
+        folder.mkdir()
+        if code is not None:
+            lay(folder, code)
+        return {"LIBRARY": str(folder)}, sha256(code) if code else "none"
+
+    (mine, head_runs), (theirs, rank_runs) = libraries("0", here), libraries("1", there)
+    head, other = two.start(0, environ=mine), two.start(1, environ=theirs)
+    assert (head.ends(), other.ends()) == (78, 78)
+    line = f"in kda.library: {rank_runs} on {HOST}, {head_runs} on {HOST}"
+    assert line in head.said and line in other.said
+    assert "added up" not in head.said + other.said
+
+
+def test_ranks_with_one_kda_library_join_wherever_it_lies(two: Ranks) -> None:
+    folders = [lay(two.folder / name, b"a") for name in ("0", "1")]
+    started = [two.start(rank, environ={"LIBRARY": str(folders[rank])}) for rank in (0, 1)]
+    assert [rank.ends() for rank in started] == [0, 0]
 
 
 def test_what_may_differ_does(two: Ranks) -> None:

@@ -16,42 +16,51 @@ import torch
 from vllm import LLM
 
 from bench.random_glm import Engine, greedy, kv_tokens, prompts, start
+from vllm_overlay.activate import current
 
 
 def counters(mutant: str) -> dict[str, Any]:
     """Count verifies and commits, and break the commit if asked to; empty without the fix."""
     try:
-        from vllm.models.glm5next.common import kda, recoverssm_commit, recoverssm_metadata
+        from vllm.models.glm5next.common import (
+            recoverssm,
+            recoverssm_commit,
+            recoverssm_deferred,
+            recoverssm_metadata,
+        )
     except ImportError:
         return {}
     counted: dict[str, Any] = {"verifies": 0, "commits": 0, "committed": 0}
+    counted["deferred"] = recoverssm.is_deferred()
+    metadata: type = recoverssm_metadata.Glm5NextRecoverSSMMetadata
+    if counted["deferred"]:
+        metadata = recoverssm_deferred.Glm5NextDeferredMetadata
     table, context = (
         recoverssm_commit.CommitTable,
         recoverssm_commit.Glm5NextRecoverSSMCommitContext,
     )
-    verify, apply, prepare = kda.kda_recoverssm_verify, table.apply, context.prepare
+    verify, compact, prepare = metadata.verify, table.compact, context.prepare
 
-    def counted_verify(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def counted_verify(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         counted["verifies"] += 1
-        return verify(*args, **kwargs)
+        return verify(self, *args, **kwargs)
 
-    def counted_apply(self: Any, rows: int) -> None:
+    def counted_compact(self: Any, rows: int) -> None:
         counted["commits"] += 1
-        tokens = self.contexts[0].plan[:rows, 0].sum()
-        counted["committed"] = tokens + (
-            0 if counted["committed"] is None else counted["committed"]
-        )
+        counted["committed"] = self.contexts[0].plan[:rows, 0].sum() + counted["committed"]
         if mutant != "uncommitted":
-            apply(self, rows)
+            compact(self, rows)
 
     def short_prepare(self: Any, accepted: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         prepare(self, (accepted - 1).clamp(min=1), *args, **kwargs)
 
-    kda.kda_recoverssm_verify = counted_verify
-    table.apply = counted_apply
+    metadata.verify = counted_verify
+    table.compact = counted_compact
+    if mutant == "uncommitted":
+        table.fold = lambda self, *args: None
+        recoverssm_deferred.GroupLedger.settle = lambda self, *args: None
     if mutant == "short":
         context.prepare = short_prepare
-    assert recoverssm_metadata.CommitTable is table
     return counted
 
 
@@ -136,6 +145,8 @@ def main(mutant: str, runs: Sequence[str], engine: Engine, file: Path) -> None:
         counted["committed"] = int(counted["committed"])
     found |= {"counted": counted, "metrics": metrics(llm)}
     found["kv_tokens"] = kv_tokens(llm)
+    plan = current()
+    found["notes"] = plan.notes if plan else {}
     found["block"] = llm.llm_engine.vllm_config.cache_config.mamba_block_size
     file.write_text(json.dumps(found))
 

@@ -18,7 +18,7 @@ import torch
 
 
 def sizes(**changes: Any) -> Any:
-    from tests.support.kimi_world import Sizes
+    from tests.support.kda_world import Sizes
 
     real = {
         "heads": 6,
@@ -36,7 +36,7 @@ def sizes(**changes: Any) -> Any:
 
 def both_kernels(monkeypatch: pytest.MonkeyPatch, *, heads: int) -> None:
     """Run the chunk kernels from three rows on, the sequential one below."""
-    from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm import verify
+    from vllm_overlay.kda import verify
 
     monkeypatch.setattr(verify, "CHUNK_FROM", 3 * heads)
 
@@ -47,10 +47,12 @@ def both_kernels(monkeypatch: pytest.MonkeyPatch, *, heads: int) -> None:
 def test_long_schedules(
     mode: str, dtype: torch.dtype, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tests.support.kimi_schedule import ALIGNED, ALWAYS, drive
+    from tests.support.kda_schedule import ALIGNED, ALWAYS, drive
+    from tests.support.kimi_world import KimiWorld
 
     both_kernels(monkeypatch, heads=6)
-    done = drive(sizes(mode=mode, dtype=dtype), fused=[fused], steps=50, seed=1)
+    size = sizes(mode=mode, dtype=dtype)
+    done = drive([KimiWorld(size), KimiWorld(size, fused)], [not fused], steps=50, seed=1)
     wanted = ALIGNED if mode == "align" else ALWAYS
     assert not [kind for kind in wanted if not done.seen[kind]], done.seen
     worst = done.comparisons[0].worst
@@ -59,11 +61,12 @@ def test_long_schedules(
 
 @pytest.mark.parametrize("fused", [False, True], ids=["flush", "fused"])
 def test_a_window_of_eight(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.support.kimi_schedule import ALIGNED, drive
+    from tests.support.kda_schedule import ALIGNED, drive
+    from tests.support.kimi_world import KimiWorld
 
     both_kernels(monkeypatch, heads=12)
     wide = sizes(num_spec=7, heads=12, slots=6, blocks=80, lower_bound=None)
-    done = drive(wide, fused=[fused], steps=30, seed=2)
+    done = drive([KimiWorld(wide), KimiWorld(wide, fused)], [not fused], steps=30, seed=2)
     assert not [kind for kind in ALIGNED if not done.seen[kind]], done.seen
     worst = done.comparisons[0].worst
     print(f"window 8, fused={fused}: {dict(done.seen)}, worst {worst:.2e} of the bound")

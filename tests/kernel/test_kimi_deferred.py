@@ -55,7 +55,8 @@ import torch
 from vllm.models.kimi_k3.nvidia import kda, model_state
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from vllm.v1.worker.gpu.model_states.recoverssm import RecoverSSMState
-from tests.support.kimi_world import Layer, Sizes, config
+from tests.support.kda_world import Sizes, config
+from tests.support.kimi_world import Layer
 
 def init(self, vllm_config, model, encoder_cache, device):
     self.recoverssm = RecoverSSMState() if vllm_config.cache_config.use_kda_recoverssm else None

@@ -7,6 +7,7 @@ import json
 import sys
 import traceback
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +17,14 @@ import tests.support.interpreter  # noqa: F401 (before vLLM)
 # isort: split
 import torch
 from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm import context, state
-from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm import verify as folding
 
-from tests.support.kimi_compare import flush
+from tests.support import kda_rules as rules
+from tests.support.kda_rules import one_step, prepared, states
+from tests.support.kda_schedule import ALIGNED, ALWAYS, drive
+from tests.support.kda_world import Row, Sizes, World
 from tests.support.kimi_reference import FUSED, errors
-from tests.support.kimi_schedule import ALIGNED, ALWAYS, Schedule, drive
-from tests.support.kimi_world import Row, Sizes, World, verify
+from tests.support.kimi_world import KimiWorld
+from vllm_overlay.kda import verify as folding
 
 MEASURED = Path(__file__).parents[2] / "bench" / "results" / "kda-deferred-2026-11-30.json"
 KERNELS = {"seq/16/1/1": "sequential", "chunk/16/1/1": "chunk"}  # as measured, as named here
@@ -53,123 +56,58 @@ def schedule(sizes: Sizes, wanted: list[str], *, steps: int, seed: int) -> None:
         used[kernel] += 1
         return kernel
 
-    choose, folding.kernel_for = folding.kernel_for, by_rows
+    choose, folding.triton_form = folding.triton_form, by_rows
     try:
-        seen = drive(sizes, fused=(False, True), steps=steps, seed=seed).seen
+        worlds = [KimiWorld(sizes), KimiWorld(sizes, False), KimiWorld(sizes, True)]
+        seen = drive([*worlds], [True, False], steps=steps, seed=seed).seen
     finally:
-        folding.kernel_for = choose
+        folding.triton_form = choose
     assert not [kind for kind in wanted if not seen[kind]], seen
     assert len(used) == len(FUSED), used
 
 
-def one_step(
-    world: World, rows: list[Row], inputs: Any, accepted: list[int], times: int = 1
-) -> Any:
-    """Run a step whose forward runs ``times`` times from the same convolution states."""
-    batch = world.batch(rows)
-    world.start(batch)
-    metadata = world.prepare(batch)
-    kept = [layer.kv_cache[0].clone() for layer in world.all_layers]
-    for _ in range(times):
-        for layer, conv in zip(world.all_layers, kept, strict=True):
-            layer.kv_cache[0].copy_(conv)
-        outputs = verify(world, metadata, inputs)
-    world.finish(batch, accepted)
-    return outputs
-
-
-def prepared(sizes: Sizes, *, fused: bool) -> tuple[list[World], Any]:
-    """Return a stock and a deferred world with two requests, and a source of inputs."""
-    worlds = [World(sizes), World(sizes, fused)]
-    schedule = SimpleNamespace(sizes=sizes, make=torch.Generator().manual_seed(1), worlds=worlds)
-    schedule.randn = lambda *shape: Schedule.randn(schedule, *shape)
-    Schedule.noise(schedule)
-    for world in worlds:
-        for slot in range(2):
-            world.table[slot, 0] = 1 + slot
-            world.add_request(slot, 12)
-    return worlds, lambda tokens: Schedule.inputs(schedule, tokens)
-
-
-def states(world: World) -> list[torch.Tensor]:
-    return [layer.kv_cache[1].clone() for layer in world.all_layers]
-
-
-def same(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(ones, others, strict=True))
+def each_form() -> Iterator[tuple[list[World], float]]:
+    """Yield a stock world beside one that flushes and one that fuses, and how far they may be."""
+    for fused, within in ((False, 0.0), (True, 1e-5)):
+        sizes = small(mode="none")
+        yield [KimiWorld(sizes), KimiWorld(sizes, fused)], within
 
 
 def folds_happen_once() -> None:
-    """A repeated forward folds nothing more, nor does a flush after a fold, or a second flush."""
-    for fused in (False, True):
-        (stock, world), inputs = prepared(small(mode="none"), fused=fused)
-        for times, accepted in ((1, [2, 3]), (3, [0, 1]), (2, [3, 3])):
-            rows = [Row(1, int(stock.computed[1]), 3, 2), Row(0, int(stock.computed[0]), 3, 2)]
-            tokens = inputs(6)
-            one_step(stock, rows, tokens, accepted)
-            one_step(world, rows, tokens, accepted, times)
-        assert world.state.recoverssm.pending.tolist()[:2] == [3, 3]
-        unfolded = states(world)
-        flush(world, [0, 1], [1, 2])
-        folded = states(world)
-        assert not same(unfolded, folded)
-        for got, want in zip(folded, states(stock), strict=True):
-            torch.testing.assert_close(got, want, rtol=0, atol=0 if not fused else 1e-5)
-        flush(world, [0, 1], [1, 2])
-        assert same(folded, states(world))
-        assert world.state.recoverssm.pending.tolist()[:2] == [3, 3]  # other groups read it
+    for worlds, within in each_form():
+        rules.folds_happen_once(worlds, within)
+
+
+def counts_are_set_and_cleared() -> None:
+    for worlds, _ in each_form():
+        rules.counts_are_set_and_cleared(worlds)
+
+
+def streamed_input() -> None:
+    for worlds, within in each_form():
+        rules.streamed_input(worlds, within)
 
 
 def a_flush_writes_no_old_boundary() -> None:
     """What an eager commit has noted for a slot's last owner is not written by a later flush."""
-    (_, world), inputs = prepared(small(), fused=False)
+    world = KimiWorld(small(), fused=False)
+    inputs = prepared([world])
     world.table[:2, 1:] = torch.tensor([[3], [4]])
     one_step(world, [Row(0, 12, 3, 2), Row(1, 12, 3, 2)], inputs(6), [2, 3])
     for groups in world.attn_groups:
         made = groups[0].get_metadata_builder(0).recoverssm_context
-        made.due_boundaries.fill_(9)
-        made.due_boundary_lens.fill_(1)
+        made.ledger.due.boundaries.fill_(9)
+        made.ledger.due.boundary_lens.fill_(1)
     before = states(world)
-    flush(world, [0, 1], [1, 2])
+    world.flush([0, 1], [1, 2])
     for old, new in zip(before, states(world), strict=True):
         assert not torch.equal(old[1:3], new[1:3])
         assert torch.equal(old[9], new[9])
 
 
-def counts_are_set_and_cleared() -> None:
-    """A commit sets a count, also to 0; a new request clears its slot's and no other."""
-    (_, world), inputs = prepared(small(mode="none"), fused=True)
-    pending = world.state.recoverssm.pending
-    for accepted in ([3, 2], [0, 1], [1, 0]):
-        rows = [Row(0, int(world.computed[0]), 3, 2), Row(1, int(world.computed[1]), 3, 2)]
-        one_step(world, rows, inputs(6), accepted)
-        assert pending.tolist()[:2] == accepted
-    world.add_request(1, 12)
-    assert pending.tolist()[:2] == [1, 0]
-    world.add_request(0, 12)
-    assert pending.tolist()[:2] == [0, 0]
-
-
-def streamed_input() -> None:
-    """A request that gets more input is removed and added again, and keeps its blocks."""
-    for fused in (False, True):
-        (stock, world), inputs = prepared(small(mode="none"), fused=fused)
-        for each in (stock, world):
-            each.add_request(0, 12, "session", [[1], [1]])
-        rows, tokens = [Row(1, 12, 3, 2), Row(0, 12, 3, 2)], inputs(6)
-        for each in (stock, world):
-            one_step(each, rows, tokens, [2, 3])
-            each.state.remove_request("session")
-            each.add_request(3, 15, "session", [[1], [1]])
-        for got, want in zip(states(world), states(stock), strict=True):
-            torch.testing.assert_close(got[1], want[1], rtol=0, atol=0 if not fused else 1e-5)
-            assert not torch.equal(got[2], want[2])  # the other one's tokens are still pending
-        assert world.state.recoverssm.pending.tolist()[1] == 2
-
-
 def installing() -> None:
     """Twice is as good as once; without RecoverSSM and for CuTe layers nothing changes."""
-    world = World(small(), fused=True)
+    world = KimiWorld(small(), fused=True)
     (builder,) = (group[0].get_metadata_builder(0) for group in world.attn_groups[:1])
     world.state.recoverssm.bind(world.attn_groups, None)
     before = (world.state.prepare_attn, builder.build, world.all_layers[0].recoverssm_records)
@@ -182,7 +120,7 @@ def installing() -> None:
     plain = SimpleNamespace(recoverssm=None)
     state.install_model_state(plain)
     assert vars(plain) == {"recoverssm": None}
-    cute, other = World(small()).all_layers[0], SimpleNamespace(self_attn=SimpleNamespace())
+    cute, other = KimiWorld(small()).all_layers[0], SimpleNamespace(self_attn=SimpleNamespace())
     cute.recoverssm_backend = "cute"
     kept = copy.copy(vars(cute))
     state.install_layers([SimpleNamespace(self_attn=cute), other, SimpleNamespace()])
@@ -199,12 +137,12 @@ def kernels_by_size() -> None:
     assert len(both) == 16
     for (requests, heads, _), taken in both.items():
         faster = min(KERNELS, key=taken.__getitem__)
-        assert folding.kernel_for(requests, heads) is FUSED[KERNELS[faster]]
+        assert folding.triton_form(requests, heads) is FUSED[KERNELS[faster]]
 
 
 def records_come_first() -> None:
     """A commit context that would take the stock records' addresses is refused."""
-    layer = World(small()).all_layers[0]
+    layer = KimiWorld(small()).all_layers[0]
     layer.dt_bias = layer.dt_bias
     try:
         context.KDADeferredCommitContext.create([layer], spec_query_len=3, max_num_reqs=4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
@@ -11,20 +10,21 @@ from vllm.models.kimi_k3.nvidia.ops.recoverssm import (
     KDARecoverSSMRecords,
     kda_recoverssm_verify,
 )
-from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm.chunk import verify_chunk
 from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm.context import (
     KDADeferredCommitContext,
     KDARecoverSSMDeferred,
     allocate_records,
+    as_operands,
 )
-from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm.sequential import verify_sequential
+
+from vllm_overlay.kda.chunk import verify_chunk
+from vllm_overlay.kda.operands import Window
+from vllm_overlay.kda.sequential import verify_sequential
+from vllm_overlay.kda.verify import Verify
 
 HEAD_DIM = 128
 LOWER_BOUND = -5.0
-FUSED: dict[str, Callable[..., torch.Tensor]] = {
-    "sequential": verify_sequential,
-    "chunk": verify_chunk,
-}
+FUSED: dict[str, Verify] = {"sequential": verify_sequential, "chunk": verify_chunk}
 
 
 def recurrence(
@@ -42,7 +42,9 @@ def recurrence(
     q = q * (q.square().sum(-1, keepdim=True) + 1e-6).rsqrt() * HEAD_DIM**-0.5
     k = k * (k.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
     rate = a_log.double().exp()[:, None]
-    decay = (LOWER_BOUND * torch.sigmoid(rate * (g + dt_bias.double()))).exp()
+    decay = (
+        LOWER_BOUND * torch.sigmoid(rate * (g + dt_bias.double().unflatten(0, (-1, HEAD_DIM))))
+    ).exp()
     states, corrections, outputs = [], [], []
     for t in range(q.shape[1]):
         state = state * decay[:, t, :, None]
@@ -70,7 +72,7 @@ def errors(
         for _ in range(2)
     ]
     a_log = torch.rand(heads, device=device) - 1
-    dt_bias = torch.randn(heads, HEAD_DIM, device=device)
+    dt_bias = torch.randn(heads * HEAD_DIM, device=device)
     start = torch.randn(requests + 1, heads, HEAD_DIM, HEAD_DIM, device=device)
     accepted = torch.randint(1, window + 1, (requests,), device=device, dtype=torch.int32)
     states, _, _ = recurrence(start[1:], steps[0], a_log, dt_bias)
@@ -88,7 +90,7 @@ def errors(
 
 
 def two_steps(
-    fused: Callable[..., torch.Tensor] | None,
+    fused: Verify | None,
     steps: list[dict[str, torch.Tensor]],
     a_log: torch.Tensor,
     dt_bias: torch.Tensor,
@@ -120,18 +122,18 @@ def two_steps(
     out = torch.empty(0)
     for number, tokens in enumerate(steps):
         flat = [tokens[name].flatten(0, 1)[None] for name in ("q", "k", "v", "g", "beta")]
-        gates = (a_log, dt_bias, LOWER_BOUND, state, records, starts, blocks, window)
+        inputs = (*flat, a_log, dt_bias, LOWER_BOUND)
+        lines = (starts, blocks, window)
         if fused:
-            step = KDARecoverSSMDeferred(slots, pending, None, context, blocks)
-            folds = step.plan(layer)
-            rest = (context.write_rows, rows)
-            out = fused(*flat, *gates, *rest, folds, torch.empty_like(flat[2]))
+            folds = KDARecoverSSMDeferred(slots, pending, None, context, blocks).plan(layer)
+            kept = (as_operands(records), context.ledger.write_rows, rows)
+            out = fused(Window(*inputs, *lines), state, *kept, folds, torch.empty_like(flat[2]))
         else:
-            out = kda_recoverssm_verify(*flat, *gates)
+            out = kda_recoverssm_verify(*inputs, state, records, *lines)
         if number == 0:
             extra = {"record_rows": slots, "pending": pending} if fused else {}
             context.commit(accepted, blocks, starts, **extra)
-    written = context.write_rows.long() if fused else slots.long()
+    written = context.ledger.write_rows.long() if fused else slots.long()
     corrections = records.correction[written].transpose(1, 2)
     return {
         "state": state[1:],

@@ -1,21 +1,11 @@
-"""Kimi-K3's KDA layers, builders and model state around vLLM's own code, small enough to drive.
-
-The fix kimi-k3-deferred-recoverssm must be applied. A ``World`` is stock or has it installed. What
-vLLM does between the kernels is vLLM's: the model state's steps, the metadata builders, the layers'
-verify. Made up are the weights, the prefills (which leave a given state) and the copies across
-block boundaries, in torch.
-"""
+"""Kimi-K3's KDA layers in a world to drive; the fix kimi-k3-deferred-recoverssm must be applied."""
 
 from __future__ import annotations
 
-import sys
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
-from vllm.config.compilation import CUDAGraphMode
 from vllm.models.kimi_k3.nvidia import kda, kda_metadata
 from vllm.models.kimi_k3.nvidia.kda_metadata import (
     KimiK3KDAAttentionBackend,
@@ -24,18 +14,9 @@ from vllm.models.kimi_k3.nvidia.kda_metadata import (
 from vllm.models.kimi_k3.nvidia.model_state import KimiK3ModelState
 from vllm.models.kimi_k3.nvidia.ops.recoverssm import KDARecoverSSMRecords
 from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm import state as deferred
-from vllm.v1.kv_cache_interface import MambaSpec
-from vllm.v1.worker.gpu.model_states.recoverssm import RecoverSSMState
-from vllm.v1.worker.utils import AttentionGroup
+from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm.context import KDARecoverSSMDeferred
 
-CONV = 4  # the short convolution's width
-
-
-def unpin() -> None:
-    """Make vLLM copy from ordinary memory: a platform that it does not know is taken for a GPU."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("vllm.") and "PIN_MEMORY" in vars(module):
-            module.PIN_MEMORY = False  # type: ignore[attr-defined]
+from tests.support.kda_world import CONV, Sizes, World, convolve
 
 
 def stage(
@@ -54,69 +35,6 @@ def stage(
     staged_query_start_loc[: n + 1] = query_start_loc[: n + 1]
     staged_query_start_loc[n + 1 :] = query_start_loc[n]
     staged_num_accepted_tokens[:n], staged_num_accepted_tokens[n:] = num_accepted_tokens[:n], 1
-
-
-def convolve(
-    x: torch.Tensor,
-    conv_state: torch.Tensor,
-    weight: torch.Tensor,
-    bias: None,
-    *,
-    conv_state_indices: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    out: torch.Tensor,
-    **options: Any,
-) -> torch.Tensor:
-    """vLLM's ``causal_conv1d_update`` of RecoverSSM's verify, which wants a GPU, in torch."""
-    for row, index in enumerate(conv_state_indices.tolist()):
-        begin, end = query_start_loc[row : row + 2].tolist()
-        if index > 0:
-            history = conv_state[index]
-            line = torch.cat([history[:, : CONV - 1], x[begin:end].T], 1)
-            windows = line.unfold(1, CONV, 1)
-            out[begin:end] = torch.nn.functional.silu((windows * weight[:, None]).sum(-1)).T
-            history[:, : line.shape[1] - 1] = line[:, 1:]
-    return out
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """How big a world is."""
-
-    heads: int = 2
-    head_dim: int = 16
-    num_spec: int = 3
-    groups: int = 2  # KV-cache groups
-    layers: int = 1  # per group
-    slots: int = 4  # requests at a time
-    block: int = 16  # tokens of a state block in align mode
-    blocks: int = 64  # state blocks
-    columns: int = 12  # of the block table
-    mode: str = "align"
-    dtype: torch.dtype = torch.float32  # of the state
-    activation: torch.dtype = torch.float32
-    lower_bound: float | None = -5.0
-    device: str = "cpu"
-
-    @property
-    def window(self) -> int:
-        return self.num_spec + 1
-
-    @property
-    def projection(self) -> int:
-        return self.heads * self.head_dim
-
-
-@dataclass
-class Row:
-    """One request's part of a step."""
-
-    slot: int
-    computed: int  # tokens before the step
-    query: int
-    drafts: int = -1  # -1: not a decode
-    prefilling: bool = False
-    unseen: int = 0  # how much too high the host's bound is
 
 
 class Layer:
@@ -146,239 +64,39 @@ class Layer:
         self.kv_cache = (conv.to(s.device), state.to(s.device))
 
 
-@dataclass
-class Copies:
-    """vLLM's copies of states in align mode, in torch (``MambaSpecDecodeGPUContext``)."""
+class KimiWorld(World):
+    """``fused``: None is stock, else whether the verify folds."""
 
-    world: World
-
-    def compute_aligned_state_indices(self, seq_lens: torch.Tensor, num_reqs: int) -> torch.Tensor:
-        w = self.world
-        column = ((seq_lens[:num_reqs].long() - 1) // w.sizes.block).clamp(min=0)
-        index = w.input_table[:num_reqs].gather(1, column[:, None]).int()
-        w.aligned[:num_reqs].copy_(index)
-        return w.aligned[:num_reqs].expand(w.sizes.groups, num_reqs, 1)
-
-    def run_fused_precopy(
-        self,
-        num_reqs: int,
-        state_idx: torch.Tensor,
-        src_col: torch.Tensor,
-        src_off: torch.Tensor,
-        idx_mapping: torch.Tensor,
-    ) -> None:
-        w = self.world
-        for slot in idx_mapping.tolist():
-            source, target = int(src_col[slot]), int(state_idx[slot])
-            if source < 0 or source == target:
-                continue
-            assert int(src_off[slot]) == 0  # RecoverSSM commits: nothing is left to skip
-            old, new = int(w.table[slot, source]), int(w.table[slot, target])
-            for layer in w.all_layers:
-                for cache in layer.kv_cache:
-                    cache[new] = cache[old]
-
-    def run_fused_postprocess_align(
-        self,
-        num_reqs: int,
-        num_accepted: torch.Tensor,
-        state_idx: torch.Tensor,
-        num_computed: torch.Tensor,
-        idx_mapping: torch.Tensor,
-    ) -> None:
-        for slot in idx_mapping.tolist():
-            done, aligned = divmod(int(num_computed[slot]), self.world.sizes.block)
-            assert int(num_accepted[slot]) == 1
-            assert aligned or not done or int(state_idx[slot]) == done - 1  # nothing to copy
-
-
-def config(sizes: Sizes) -> Any:
-    """The parts of a VllmConfig that the model state and the builders read."""
-    spec = SimpleNamespace(
-        num_speculative_tokens=sizes.num_spec,
-        enable_adaptive_verification=False,
-        parallel_drafting=False,
-        use_eagle_block_drop=lambda: False,
-    )
-    cache = SimpleNamespace(
-        use_kda_recoverssm=True, mamba_cache_mode=sizes.mode, mamba_block_size=sizes.block
-    )
-    graphs = SimpleNamespace(has_full_cudagraphs=lambda: True)
-    compilation = SimpleNamespace(
-        static_forward_context={}, cudagraph_mode=graphs, max_cudagraph_capture_size=None
-    )
-    return SimpleNamespace(
-        additional_config={"gdn_prefill_backend": "triton"},
-        speculative_config=spec,
-        num_speculative_tokens=sizes.num_spec,
-        num_hash_lookahead_tokens=0,
-        cache_config=cache,
-        compilation_config=compilation,
-        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
-        scheduler_config=SimpleNamespace(max_num_seqs=sizes.slots),
-        kv_transfer_config=None,
-        use_v2_model_runner=True,
-        model_config=SimpleNamespace(hf_text_config=None, max_model_len=1 << 20),
-    )
-
-
-@dataclass
-class World:
-    """One model and its runner's state. ``fused``: None is stock, else whether the verify folds."""
-
-    sizes: Sizes
-    fused: bool | None = None
-    seed: int = 0
-    groups: list[list[Layer]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        s = self.sizes
-        device = torch.device(s.device)
-        if device.type == "cpu":
-            unpin()
+    def __init__(self, sizes: Sizes, fused: bool | None = None) -> None:
+        if sizes.device == "cpu":
             kda_metadata.stage_spec_decode_metadata = stage
             kda.causal_conv1d_update = convolve
             deferred.causal_conv1d_update = convolve
-        self.config = config(s)
-        self.groups = [
-            [Layer(s, self.seed + 100 * g + n) for n in range(s.layers)] for g in range(s.groups)
-        ]
-        self.all_layers = [layer for layers in self.groups for layer in layers]
-        if self.fused is not None:
-            decoders = [SimpleNamespace(self_attn=layer) for layer in self.all_layers]
-            deferred.install_layers(decoders, fused=self.fused)
-        self.table = torch.zeros(s.slots, s.columns, dtype=torch.int32, device=device)
-        self.input_table = torch.zeros_like(self.table)
-        self.aligned = torch.zeros(s.slots, 1, dtype=torch.int32, device=device)
-        self.computed = torch.zeros(s.slots, dtype=torch.int32, device=device)
-        self.query_start = torch.zeros(s.slots + 1, dtype=torch.int32, device=device)
-        self.seq_lens = torch.zeros(s.slots, dtype=torch.int32, device=device)
-        self.spec = MambaSpec(
-            block_size=s.block,
-            shapes=((1,), (1,)),
-            dtypes=(torch.float32, torch.float32),
-            mamba_cache_mode=s.mode,
-        )
-        self.attn_groups = [self._group(g, device) for g in range(s.groups)]
-        self.kv_config = SimpleNamespace(kv_cache_groups=[None] * s.groups)
-        self.state = self._model_state(device)
-        if self.fused is not None:
+        self.fused = fused
+        super().__init__(sizes)
+        if fused is not None:
             deferred.install_model_state(self.state)
 
-    def _group(self, index: int, device: torch.device) -> list[AttentionGroup]:
-        names = [f"{index}.{n}" for n in range(self.sizes.layers)]
-        context = self.config.compilation_config.static_forward_context
-        context.update(zip(names, self.groups[index], strict=True))
-        builder = KimiK3KDAMetadataBuilder(self.spec, names, self.config, device)
-        group = AttentionGroup(KimiK3KDAAttentionBackend, names, self.spec, index)
-        group.metadata_builders = [builder]
-        return [group]
+    def layer(self, seed: int) -> Layer:
+        made = Layer(self.sizes, seed)
+        if self.fused is not None:
+            deferred.install_layers([SimpleNamespace(self_attn=made)], fused=self.fused)
+        return made
 
-    def _model_state(self, device: torch.device) -> Any:
-        s = self.sizes
+    def builder(self, names: list[str]) -> tuple[Any, Any]:
+        device = torch.device(self.sizes.device)
+        return KimiK3KDAAttentionBackend, KimiK3KDAMetadataBuilder(
+            self.spec, names, self.config, device
+        )
+
+    def model_state(self, device: torch.device) -> Any:
         state = object.__new__(KimiK3ModelState)
-        state.vllm_config, state.cache_config = self.config, self.config.cache_config
-        state.model_config = self.config.model_config
-        state.device, state.max_num_reqs = device, s.slots
-        state.rope_state = state.prompt_embeds_state = None
-        state.num_accepted_tokens_gpu = torch.ones(s.slots, dtype=torch.int32, device=device)
-        state._align_mode = s.mode == "align"
-        state.recoverssm = RecoverSSMState()
-        if state._align_mode:
-            for name in ("_mamba_state_idx_gpu", "_mamba_src_col_gpu", "_mamba_src_off_gpu"):
-                setattr(state, name, torch.zeros(s.slots, dtype=torch.int32, device=device))
-            state._mamba_ctx = Copies(self)
-            state._mamba_group_ids, state._mamba_spec = list(range(s.groups)), self.spec
+        self.init_state(state, device)
         return state
 
-    def add_request(
-        self, slot: int, computed: int, name: str = "", blocks: list[list[int]] | None = None
-    ) -> None:
-        self.state.add_request(
-            slot, SimpleNamespace(req_id=name, num_computed_tokens=computed, block_ids=blocks)
-        )
-        self.computed[slot] = computed
-
-    def batch(self, rows: list[Row], padded: int | None = None) -> Any:
-        """Return the step's InputBatch, with rows up to ``padded``, and stage its inputs."""
-        count, padded = len(rows), padded or len(rows)
-        queries = np.array([row.query for row in rows], dtype=np.int32)
-        ends = np.array([row.computed + row.query for row in rows], dtype=np.int32)
-        starts = np.full(padded + 1, queries.sum(), dtype=np.int32)
-        starts[: count + 1] = np.concatenate([[0], np.cumsum(queries)])
-        bound = np.zeros(padded, dtype=np.int32)
-        bound[:count] = ends + np.array([row.unseen for row in rows], dtype=np.int32)
-        self.query_start[: padded + 1] = torch.from_numpy(starts).to(self.query_start.device)
-        self.seq_lens.zero_()
-        self.seq_lens[:count] = torch.from_numpy(ends).to(self.seq_lens.device)
-        slots = [row.slot for row in rows]
-        self.input_table.zero_()
-        self.input_table[:count] = self.table[slots]
-        prefilling = np.array([row.prefilling for row in rows])
-        return SimpleNamespace(
-            num_reqs=count,
-            num_reqs_after_padding=padded,
-            num_tokens=int(starts[-1]),
-            num_tokens_after_padding=padded * self.sizes.window,
-            idx_mapping=torch.tensor(slots, dtype=torch.int64, device=self.table.device),
-            query_start_loc=self.query_start[: padded + 1],
-            query_start_loc_np=starts,
-            num_scheduled_tokens=queries,
-            num_draft_tokens_per_req=np.array([max(row.drafts, 0) for row in rows], dtype=np.int32),
-            max_query_len=None,
-            seq_lens=self.seq_lens[:padded],
-            seq_lens_cpu_upper_bound=torch.from_numpy(bound),
-            is_prefilling_np=prefilling,
-            prefill_runs_as_decode_np=None,
-            prefill_len_np=np.ones(count, dtype=np.int32),
-            dcp_local_seq_lens=None,
-            positions=None,
-            prompt_lens=None,
-        )
-
-    def prepare(self, batch: Any, *, full: bool = False, for_capture: bool = False) -> Any:
-        """Run the model state's ``prepare_attn``; return the metadata by layer name."""
-        tables = [self.input_table[: batch.num_reqs_after_padding]] * self.sizes.groups
-        if self.sizes.mode == "none":
-            tables = [table[:, :1] for table in tables]
-        return self.state.prepare_attn(
-            batch,
-            CUDAGraphMode.FULL if full else CUDAGraphMode.NONE,
-            tables,
-            tables,
-            self.attn_groups,
-            self.kv_config,
-            for_capture=for_capture,
-        )
-
-    def start(self, batch: Any) -> None:
-        """Run the model state's part before a real forward."""
-        tables = (self.input_table,) * self.sizes.groups
-        self.state.preprocess_state(batch, tables, self.kv_config, self.computed)
-
-    def finish(self, batch: Any, sampled: list[int], advanced: list[int] | None = None) -> None:
-        """Tell the model state how many tokens each row has got, and how far it has come."""
-        device = self.table.device
-        steps = advanced if advanced is not None else sampled
-        for slot, count in zip(batch.idx_mapping.tolist(), steps, strict=True):
-            self.computed[slot] += count
-        counts = torch.tensor(sampled, dtype=torch.int32, device=device)
-        self.state.postprocess_state(batch.idx_mapping, counts, self.computed)
-
-
-def verify(world: World, metadata: Any, inputs: list[tuple[torch.Tensor, ...]]) -> list[Any]:
-    """Run every layer's verify over a step's tokens, as its ``_forward`` picks them.
-
-    ``inputs`` per layer: the convolution's input [tokens, 3 * projection], the raw gate and the raw
-    beta [1, tokens, heads, ...]. Returns the outputs per layer, None where nothing is verified.
-    """
-    outputs = []
-    names = [name for groups in world.attn_groups for group in groups for name in group.layer_names]
-    for name, layer, (mixed, gate, beta) in zip(names, world.all_layers, inputs, strict=True):
-        m = metadata[name]
-        if m.num_spec_decodes == 0:
-            outputs.append(None)
-            continue
+    def run(self, layer: Any, metadata: Any, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """As the layer's ``_forward`` picks the tokens."""
+        m, (mixed, gate, beta) = metadata, inputs
         tokens = torch.arange(m.num_spec_decode_tokens, device=mixed.device)
         if m.num_prefills or m.num_decodes:
             if m.spec_token_start is not None:
@@ -387,5 +105,22 @@ def verify(world: World, metadata: Any, inputs: list[tuple[torch.Tensor, ...]]) 
                 tokens = m.spec_token_indx
         starts = m.spec_query_start_loc[: m.num_spec_decodes + 1]
         picked = (mixed[tokens], gate[:, tokens], beta[:, tokens])
-        outputs.append(layer._recoverssm_verify(m, *picked, layer.conv_weight, starts, None))
-    return outputs
+        out: torch.Tensor = layer._recoverssm_verify(m, *picked, layer.conv_weight, starts, None)
+        return out
+
+    def flush(self, slots: list[int], blocks: list[int]) -> None:
+        device = self.table.device
+        for groups in self.attn_groups:
+            context = groups[0].get_metadata_builder(0).recoverssm_context
+            if context is None:
+                continue
+            KDARecoverSSMDeferred(
+                record_rows=torch.tensor(slots, dtype=torch.int32, device=device),
+                pending=self.state.recoverssm.pending,
+                eager=None,
+                context=context,
+                state_indices=torch.tensor(blocks, dtype=torch.int32, device=device),
+            ).flush()
+
+    def records(self, layer: Any) -> list[torch.Tensor]:
+        return [layer.recoverssm_records.key_gate, layer.recoverssm_records.correction]

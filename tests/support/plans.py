@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from vllm_overlay.fix import load_fixes
 from vllm_overlay.patched import plan_modules
@@ -15,12 +16,17 @@ from vllm_overlay.verdict import judge, order
 
 
 def write_fixes_plan(
-    fixes: Path, home: Path, *, tree: Tree | None = None, names: Collection[str] | None = None
+    fixes: Path,
+    home: Path,
+    *,
+    tree: Tree | None = None,
+    names: Collection[str] | None = None,
+    values: Mapping[str, str] = MappingProxyType({}),
 ) -> Path:
     """Plan the fixes of a folder, all of which must apply, and return the plan's path.
 
-    ``tree`` is the installed vLLM unless given; ``names`` are all of the folder's. Flags have
-    their defaults.
+    ``tree`` is the installed vLLM unless given; ``names`` are all of the folder's. ``values`` of
+    the flags by fix; the others have their defaults.
     """
     tree = tree or installed_tree()
     chosen = [fix for fix in load_fixes(fixes).values() if names is None or fix.name in names]
@@ -33,7 +39,7 @@ def write_fixes_plan(
             name=item.fix.name,
             verdict="apply",
             flag=item.fix.flag.name if item.fix.flag else None,
-            value=item.fix.flag.default if item.fix.flag else None,
+            value=values.get(item.fix.name, item.fix.flag.default) if item.fix.flag else None,
             value_from="recipe",
             reasons=(),
             targets=tuple(dataclasses.asdict(target) for target in item.targets),

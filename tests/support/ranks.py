@@ -59,9 +59,16 @@ def own_address() -> tuple[str, str]:
 def join(
     plan: str, rank: int, world: int, port: int, env: Mapping[str, str], log: str, overlay: bool
 ) -> None:
-    """Form the group as vLLM's worker does, add up all ranks, and stay until the group ends."""
+    """Form the group as vLLM's worker does, add up all ranks, and stay until the group ends.
+
+    LIBRARY in ``env`` is the folder that this rank takes for the package's kda/.
+    """
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     os.environ.update(env)
+    if "LIBRARY" in env:
+        from vllm_overlay.kda import native
+
+        native.FOLDER = Path(env["LIBRARY"])
     import torch
     import torch.distributed as dist
 

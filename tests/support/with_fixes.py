@@ -1,6 +1,7 @@
 """Runs a program with fixes applied to the vLLM that is installed, without recipe and server.
 
-``python -m tests.support.with_fixes FIX[,FIX] COMMAND…``; a dash for FIX applies none.
+``python -m tests.support.with_fixes FIX[=VALUE][,FIX] COMMAND…``: VALUE is its flag's, else the
+flag has its default. A dash for FIX applies none.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ def main(arguments: list[str]) -> None:
     env = {**os.environ}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
     if names != "-":
-        chosen = [load_fixes(ROOT / "fixes")[name] for name in names.split(",")]
-        home = Path(tempfile.mkdtemp())
-        plan = write_fixes_plan(ROOT / "fixes", home, names={fix.name for fix in chosen})
+        known, home = load_fixes(ROOT / "fixes"), Path(tempfile.mkdtemp())
+        asked = dict(item.partition("=")[::2] for item in names.split(","))
+        values = {name: value for name, value in asked.items() if value}
+        plan = write_fixes_plan(ROOT / "fixes", home, names=set(asked), values=values)
         env["VLLM_OVERLAY_PLAN"] = str(plan)
-        env |= {fix.flag.name: "1" for fix in chosen if fix.flag}
+        for name in asked:
+            if flag := known[name].flag:
+                env[flag.name] = values.get(name, flag.default)
         start = ROOT / "vllm_overlay" / "activate" / "vllm_overlay.pth"
         shutil.copy(start, sysconfig.get_paths()["purelib"])
     os.execvpe(command[0], command, env)

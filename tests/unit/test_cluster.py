@@ -39,7 +39,8 @@ def row(of: int, **changed: Any) -> dict[str, Any]:
     fixes = {"overlay-route": "applied", "other": "waiting"}
     return {
         "node": of, "host": f"box-{of}", "address": f"10.0.0.{of + 1}", "pid": 7, "role": "worker",
-        "rank": None, "plan": "a" * 64, "state": "running", "fixes": fixes, **changed,
+        "rank": None, "plan": "a" * 64, "state": "running", "fixes": fixes, "notes": {},
+        **changed,
     }  # fmt: skip
 
 
@@ -51,7 +52,11 @@ def tell(node: Node, pid: int, nodes: dict[str, Any], age: float = 0) -> None:
 
 
 def others(node: Node) -> list[dict[str, Any]]:
-    return [item for item in cluster_rows(run_of(node))["rows"] if item["node"]]
+    return others_of(cluster_rows(run_of(node)))
+
+
+def others_of(found: dict[str, Any]) -> list[dict[str, Any]]:
+    return [item for item in found["rows"] if item["node"]]
 
 
 def test_every_nodes_processes_are_shown(node: Node, head: int) -> None:
@@ -136,6 +141,25 @@ def test_the_head_is_the_server_where_nodes_share_a_machine(node: Node, head: in
     with node.process("vllm serve m --headless") as other:
         node.write_run(other, node={**HEAD, "rank": 1})
         assert run_of(node).pid == head
+
+
+def test_rays_actors_elsewhere_are_shown_as_they_joined(node: Node) -> None:
+    from rich.console import Console
+
+    actor = {"rank": 1, "node": 1, "host": "box-1 (10.0.0.2)", "address": "10.0.0.2", "pid": 7}
+    roster = [{**actor, "fixes": {"other": "applied"}}]
+    notes = {"other": {"kernel": "cuda sm_90"}}
+    fixes = [{"name": name, "modules": {"vllm.a": "applied"}, "notes": said}
+             for name, said in notes.items()]  # fmt: skip
+    group = {"start": "x", "roster": roster}
+    with node.process("VLLM::APIServer_0", group=group, fixes=fixes) as pid:
+        node.write_run(pid, node={**HEAD, "nnodes": False})
+        found = cluster_rows(run_of(node))
+    (own,) = [item for item in found["rows"] if item["pid"] == pid]
+    assert own["notes"] == notes
+    told_of = {"fixes": {"other": "applied"}, "notes": {}, "rank": "1", "plan": node.digest}
+    assert others_of(found) == [row(1, **told_of)]
+    Console(file=io.StringIO()).print(cluster_table(found))
 
 
 def test_the_table_names_hosts_and_states(node: Node, head: int) -> None:

@@ -36,7 +36,8 @@ def overlay() -> ModuleType:
 
 
 def receipt(role: str, pid: int = 1, state: str = "running", **fixes: str) -> dict[str, Any]:
-    return {"pid": pid, "role": role, "rank": None, "state": state, "fixes": fixes}
+    row = {"pid": pid, "role": role, "rank": None, "state": state}
+    return {**row, "fixes": fixes, "notes": {}}
 
 
 def fix(name: str, verdict: str = "apply", reasons: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -147,7 +148,7 @@ def test_the_page_shows_every_fact_and_loads_nothing(overlay: ModuleType) -> Non
 def test_the_page_escapes_whatever_a_plan_or_receipt_holds(overlay: ModuleType) -> None:
     evil = "<script>alert('1')</script>\"&$x ${y} $$"
     bad = receipt(evil, 1, **{evil: "applied"})
-    bad |= {"state": evil, "rank": evil}
+    bad |= {"state": evil, "rank": evil, "notes": {evil: {evil: evil}}}
     bad_fix = fix(evil, reasons=(evil,)) | {"flag": evil, "value": evil, "value_from": evil}
     shown = facts([bad_fix, fix("z", verdict=evil)], [bad])
     shown |= dict.fromkeys(("digest", "model", "vllm"), evil)
@@ -155,8 +156,22 @@ def test_the_page_escapes_whatever_a_plan_or_receipt_holds(overlay: ModuleType) 
     html = overlay.as_html(shown)
     page = Page(html)
     assert "<script" not in html and "$verdict" not in html
-    assert page.text.count(evil) == 15
+    assert page.text.count(evil) == 17
     assert json.loads(overlay.as_json(shown)) == shown
+
+
+def test_what_a_fix_noted_stands_beside_it_without_folders(
+    overlay: ModuleType, plan_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    why = "triton: no CUDA library for sm_80 in /opt/venv/lib/kda: it has sm_90 (16/32 bit)"
+    row = receipt("worker", 7, a="applied")
+    row |= {"plan": plan_file.parent.name, "notes": {"a": {"kernel": why}}}
+    monkeypatch.setattr(cluster, "status_rows", lambda home: {"processes": [row]})
+    found = overlay.read_facts(plan_file)
+    short = "triton: no CUDA library for sm_80 in kda: it has sm_90 (16/32 bit)"
+    assert found["receipts"][0]["notes"] == {"a": {"kernel": short}}
+    plan = facts([fix("a")], found["receipts"])
+    assert f"✓ appliedkernel: {short}" in Page(overlay.as_html(plan)).text
 
 
 def test_a_plan_without_fixes_and_a_server_without_receipts_have_a_page_too(

@@ -8,15 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from vllm_overlay.capacity import KvMemory
+from vllm_overlay.errors import ConfigError
 from vllm_overlay.fix import check_needs, load_fixes
 from vllm_overlay.modelconfig import ModelConfig, read_model_config
 from vllm_overlay.needs import Subject
-from vllm_overlay.recipe import load_recipe
+from vllm_overlay.recipe import Recipe, load_recipe
+from vllm_overlay.selection import choose
 
 ROOT = Path(__file__).parents[2]
-FIX = load_fixes(ROOT / "fixes")["glm5next-recoverssm"]
+FIXES = load_fixes(ROOT / "fixes")
+FIX = FIXES["glm5next-recoverssm"]
+FLAG = "VLLM_GLM5NEXT_RECOVERSSM"
 VARIANTS = {None: 64, "tp2": 16, "tp3": 64, "tp6": 64, "stock": 32, "tp2-stock": 4}
 CONFIG = """{
   "architectures": ["Glm5NextForCausalLM"], "model_type": "glm5_next", "dtype": "bfloat16",
@@ -71,6 +76,44 @@ def test_flags_that_it_cannot_serve(change: dict[str, Any], said: str, tmp_path:
     recipe = load_recipe("glm53-flash", folder=ROOT / "recipes")
     errors, _ = check_needs(FIX, subject(tmp_path, {**recipe.serve, **change}, recipe.env))
     assert said in "\n".join(map(str, errors))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"kv-transfer-config": {"kv_connector": "NixlConnector"}}, "kv-transfer-config"),
+        ({"kv-offloading-size": 8}, "kv-offloading-size"),
+    ],
+)
+def test_flags_that_a_deferred_commit_cannot_serve(
+    change: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    recipe = load_recipe("glm53-flash", folder=ROOT / "recipes")
+    serve = {**recipe.serve, **change}
+    for value in ("1", "fast"):
+        errors, _ = check_needs(FIX, subject(tmp_path, serve, {**recipe.env, FLAG: value}))
+        assert [said in str(error) for error in errors] == [True] * (value == "fast")
+
+
+@pytest.mark.parametrize("value", ["1", "fast"])
+def test_a_recipe_can_choose_the_form(value: str, tmp_path: Path) -> None:
+    recipe = recipe_with(value, tmp_path)
+    assert check_needs(FIX, subject(tmp_path, recipe.serve, recipe.env)) == ([], [])
+    (choice,) = [each for each in choose(recipe, FIXES, {}) if each.fix is FIX]
+    assert choice.value == value and choice.on
+
+
+def test_there_is_no_other_form(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected 0 or 1 or fast"):
+        choose(recipe_with("faster", tmp_path), FIXES, {})
+
+
+def recipe_with(value: str, folder: Path) -> Recipe:
+    written = yaml.safe_load((ROOT / "recipes" / "glm53-flash.yaml").read_text())
+    assert FLAG not in written["env"]  # the exact form is the default
+    written["env"][FLAG] = value
+    (folder / "glm53-flash.yaml").write_text(yaml.safe_dump(written))
+    return load_recipe("glm53-flash", folder=folder)
 
 
 def test_the_old_model_runner(tmp_path: Path) -> None:

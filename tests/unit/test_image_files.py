@@ -9,6 +9,7 @@ from pathlib import Path
 import yaml
 
 from vllm_overlay.fix import load_fixes
+from vllm_overlay.kda.files import LIBRARY, MANIFEST
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
@@ -46,6 +47,30 @@ def test_what_the_build_copies_is_let_through_and_secrets_are_not() -> None:
         name = source.replace("${VLLM_VERSION}", "0")
         assert any(fnmatch.fnmatch(name, rule) for rule in let_through), source
     assert not [rule for rule in let_through if rule in (".git", "compose", ".env")]
+
+
+def test_the_cuda_image_builds_the_kda_library_into_the_package_before_it_gives_up_root() -> None:
+    stage = DOCKERFILE[DOCKERFILE.index("FROM ${CUDA_BASE} AS cuda") :]
+    steps = [
+        "--no-build-isolation /src",
+        "ARG KDA_ARCHS=",
+        'RUN [ -z "${KDA_ARCHS}" ] || python -m vllm_overlay.kda.build --arch "${KDA_ARCHS}"\n',
+        "USER 10001:10001",
+    ]
+    assert [stage.count(step) for step in steps] == [1] * len(steps)
+    assert steps == sorted(steps, key=stage.index)
+    assert DOCKERFILE.count("kda.build") == 1  # nothing for the cpu image
+    compose = yaml.safe_load((ROOT / "compose/serve.yaml").read_text())
+    assert "KDA_ARCHS" in compose["services"]["serve"]["build"]["args"]
+
+
+def test_a_library_of_this_checkout_reaches_no_image() -> None:
+    """It would be of this machine's choice, and stand beside the one that the image builds."""
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    rule = "vllm_overlay/kda/kda_step.*"
+    assert lines.index(rule) > lines.index("!vllm_overlay")
+    assert rule in (ROOT / ".gitignore").read_text().splitlines()
+    assert all(fnmatch.fnmatch(f"vllm_overlay/kda/{name}", rule) for name in (LIBRARY, MANIFEST))
 
 
 def test_compose_passes_the_flag_of_every_fix_on() -> None:

@@ -10,9 +10,12 @@ import pytest
 from tests.support.desk import Desk
 from tests.support.models import GLM, glm, write_model
 from vllm_overlay.capacity import Capacity, KvMemory, capacity, kv_memory, sum_lines
+from vllm_overlay.errors import ConfigError
+from vllm_overlay.fix import Fix, check_needs, load_fix
 from vllm_overlay.hybridmodel import hybrid_shape
 from vllm_overlay.hybridrank import NotCoveredError
 from vllm_overlay.modelconfig import ModelConfig
+from vllm_overlay.needs import Subject
 
 GIB = 2**30
 MTP = {"speculative-config": {"method": "mtp", "num_speculative_tokens": 7}}
@@ -238,3 +241,50 @@ def test_a_model_without_states_is_refused(desk: Desk) -> None:
     needs(desk, {"fits": "states"})
     (line,) = found(desk)[0]
     assert "it has states; found the model_type 'llama' in" in line
+
+
+BOUND = """\
+schema: 1
+name: f
+summary: x
+source: x
+flag: {name: VLLM_F, values: ["0", "1", "fast"]}
+vllm: ==0.33.0
+modules: {vllm.b: new.py}
+needs:
+  - {serve: kv-transfer-config, present: false, when: [WHEN], why: of the pending tokens}
+"""
+
+
+def bound(folder: Path, when: str) -> Fix:
+    (folder / "f").mkdir(exist_ok=True)
+    (folder / "f" / "new.py").write_text("")
+    (folder / "f" / "fix.yaml").write_text(BOUND.replace("WHEN", when))
+    return load_fix(folder / "f")
+
+
+@pytest.mark.parametrize(
+    ("when", "env", "met"),
+    [
+        ("fast", {"VLLM_F": "fast"}, False),
+        ("fast", {"VLLM_F": "1"}, True),
+        ("fast", {}, True),  # the default is 1
+        ("'1'", {}, False),
+        ("'1', fast", {"VLLM_F": "fast"}, False),
+        ("", {"VLLM_F": "fast"}, False),
+    ],
+)
+def test_a_need_of_one_value_of_the_flag(
+    tmp_path: Path, when: str, env: dict[str, str], met: bool
+) -> None:
+    subject = Subject({"kv-transfer-config": {}}, env, None, None, None)
+    errors, _ = check_needs(bound(tmp_path, when), subject)
+    assert ["kv-transfer-config" in str(error) for error in errors] == [True] * (not met)
+
+
+@pytest.mark.parametrize("value", ["'0'", "flush"])
+def test_a_need_of_a_value_that_the_flag_does_not_have(tmp_path: Path, value: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        bound(tmp_path, value)
+    assert "fix.yaml:9:56: the need is bound to a value" in str(caught.value)
+    assert "expected 1 or fast" in str(caught.value)

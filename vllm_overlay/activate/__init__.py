@@ -12,14 +12,23 @@ import sys
 from vllm_overlay.activate import failure
 from vllm_overlay.activate.failure import refuse
 
+TYPE_CHECKING = False  # importing typing costs more than the rest of the start
+if TYPE_CHECKING:
+    from vllm_overlay.activate.state import State
+
 PLAN_VARIABLE = "VLLM_OVERLAY_PLAN"
 
-_started: str | None = None
+_state: State | None = None
 
 
 def active() -> bool:
     """Whether a plan is applied in this process."""
-    return _started is not None
+    return _state is not None
+
+
+def current() -> State | None:
+    """Return what this process has of its plan; None where no plan is applied."""
+    return _state
 
 
 def start() -> None:
@@ -28,15 +37,15 @@ def start() -> None:
     Idempotent for one plan. A second plan, a plan that cannot be read, or a process that has
     imported vLLM already ends with exit status 78.
     """
-    global _started
+    global _state
     path = os.environ[PLAN_VARIABLE]
-    if _started == path:
-        return
-    if _started is not None:
+    if _state is not None:
+        if _state.path == path:
+            return
         refuse(
             "a second plan appeared in this process",
             found=path,
-            expected=_started,
+            expected=_state.path,
             remedy="start one process per plan",
         )
     imported = next((name for name in sys.modules if name.split(".", 1)[0] == "vllm"), None)
@@ -64,4 +73,4 @@ def start() -> None:
 
         lead(state)
     sys.meta_path.insert(0, Finder(state))
-    _started = path
+    _state = state

@@ -42,6 +42,7 @@ from vllm_overlay.activate.statement import (
     run_record,
     told,
 )
+from vllm_overlay.kda.native import identity
 
 
 def guard(module: ModuleType, state: State) -> None:
@@ -115,6 +116,7 @@ def statement(state: State, rank: int, world: int) -> dict[str, Any]:
     host = os.uname().nodename
     address = record.get("node", {}).get("address") or os.environ.get("VLLM_HOST_IP", "")
     environ = record.get("environment") or state.environment
+    states = fix_states(state.plan, state.applied, state.notes)
     return {
         "rank": rank,
         "node": rank * state.plan["nodes"]["count"] // world,
@@ -122,8 +124,13 @@ def statement(state: State, rank: int, world: int) -> dict[str, Any]:
         "address": address,
         "who": f"{host} {pid}-{start}",
         "pid": pid,
-        "fixes": {fix["name"]: fix["state"] for fix in fix_states(state.plan, state.applied)},
-        "facts": {**facts(state.plan, environ), "processes": family_state(state.folder)},
+        "fixes": {fix["name"]: fix["state"] for fix in states},
+        "facts": {
+            **facts(state.plan, environ),
+            # What `kda.native` loads depends on files and devices, which no plan knows.
+            "kda.library": identity(),
+            "processes": family_state(state.folder),
+        },
     }
 
 

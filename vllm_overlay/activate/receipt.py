@@ -91,10 +91,12 @@ def write_atomic(path: str, record: Mapping[str, Any]) -> None:
 
 
 def fix_states(
-    plan: Mapping[str, Any], applied: Collection[tuple[str, str]]
+    plan: Mapping[str, Any],
+    applied: Collection[tuple[str, str]],
+    notes: Mapping[str, Mapping[str, str]],
 ) -> list[dict[str, Any]]:
-    """Return each fix of the plan with the state of its modules in this process."""
-    fixes = []
+    """Return each fix of the plan with the state of its modules in this process, and its notes."""
+    fixes: list[dict[str, Any]] = []
     for fix in plan["fixes"]:
         if fix["verdict"] != "apply":
             continue
@@ -105,6 +107,8 @@ def fix_states(
         # A module that waits was not imported here: one that cannot be applied ends the process.
         state = "applied" if "applied" in modules.values() else "waiting"
         fixes.append({"name": fix["name"], "state": state, "modules": modules})
+        if fix["name"] in notes:
+            fixes[-1]["notes"] = notes[fix["name"]]
     return fixes
 
 
@@ -112,6 +116,7 @@ def write_receipt(
     folder: str,
     plan: Mapping[str, Any],
     applied: Collection[tuple[str, str]],
+    notes: Mapping[str, Mapping[str, str]],
     group: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the receipt of this process into ``folder``/receipts (``folder`` is the plan's).
@@ -133,7 +138,7 @@ def write_receipt(
         "vllm": {"version": plan["vllm"]["version"], "path": plan["vllm"]["path"]},
         "plan": plan["digest"],
         "environment": environment_digest(os.environ),
-        "fixes": fix_states(plan, applied),
+        "fixes": fix_states(plan, applied, notes),
         "group": group,
         "updated": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }

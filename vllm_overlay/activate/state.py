@@ -18,10 +18,12 @@ class State:
     """One process's view of the plan. ``applied`` holds (fix, module) pairs."""
 
     def __init__(self, path: str, data: bytes) -> None:
+        self.path = path
         self.folder = os.path.dirname(os.path.abspath(path))  # plans/<digest>
         self.home = os.path.dirname(os.path.dirname(self.folder))
         self.vllm_imported = False
         self.applied: set[tuple[str, str]] = set()
+        self.notes: dict[str, dict[str, str]] = {}  # of a fix: what it chose here
         self.environment: dict[str, str] = {}  # as it was before vLLM changed it
         self.group: dict[str, Any] | None = None  # of several nodes, once this rank has joined
         self.lock = RLock()
@@ -61,6 +63,20 @@ class State:
             self.applied.update(pairs)
             self.write()
 
+    def note(self, fix: str, key: str, value: str) -> None:
+        """Record what a fix chose in this process, and rewrite the receipt if that is new.
+
+        Raises ValueError for a fix that the plan does not apply.
+        """
+        with self.lock:
+            applied = [item["name"] for item in self.plan["fixes"] if item["verdict"] == "apply"]
+            if fix not in applied:
+                raise ValueError(f"the plan applies no fix {fix!r}; it applies {applied}")
+            noted = self.notes.setdefault(fix, {})
+            if noted.get(key) != value:
+                noted[key] = value
+                self.write()
+
     def write(self) -> None:
         """Write the receipt of this process; a receipt that cannot be written ends it."""
         from vllm_overlay.activate.receipt import write_receipt
@@ -70,7 +86,7 @@ class State:
                 return
             self._look_for_strays()
             try:
-                write_receipt(self.folder, self.plan, self.applied, self.group)
+                write_receipt(self.folder, self.plan, self.applied, self.notes, self.group)
             except OSError as error:
                 refuse(
                     "the receipt of this process cannot be written",

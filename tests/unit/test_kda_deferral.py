@@ -1,25 +1,21 @@
-"""The pure part of the fix kimi-k3-deferred-recoverssm: which rows must not defer."""
+"""What the deferred commits share: which rows must not defer, who has left a slot."""
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
-FIX = Path(__file__).parents[2] / "fixes" / "kimi-k3-deferred-recoverssm"
+from vllm_overlay.kda.owners import Owners, is_dummy
 
 
 @pytest.fixture(scope="module")
 def boundary() -> ModuleType:
     pytest.importorskip("torch")
-    spec = importlib.util.spec_from_file_location("under_test", FIX / "boundary.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    from vllm_overlay.kda import boundary
+
+    return boundary
 
 
 def near(boundary: ModuleType, end: int, query: int, block: int, window: int) -> bool:
@@ -63,3 +59,25 @@ def test_rows_are_judged_one_by_one(boundary: ModuleType) -> None:
 
     ends, queries = torch.tensor([1000, 2304, 2319]), torch.tensor([1, 5, 5], dtype=torch.int32)
     assert boundary.near_boundary(ends, queries, 2304, 5).tolist() == [False, True, False]
+
+
+def test_only_a_request_that_is_added_right_after_it_left_is_a_stream() -> None:
+    owners = Owners()
+    assert owners.enter("a", 3) is None and owners.enter("b", 1) is None
+    owners.leave("a")
+    assert owners.enter("a", 2) == 3
+    owners.leave("a")  # preempted
+    owners.leave("b")
+    assert owners.enter("a", 0) is None
+    owners.leave("new")  # what the runner does before it adds any request
+    assert owners.enter("new", 4) is None
+    owners.leave("a")
+    owners.leave("a")
+    assert owners.enter("a", 0) is None
+
+
+def test_a_batch_without_a_prompt_is_a_dummy() -> None:
+    np = pytest.importorskip("numpy")
+    for prompts, dummy in (([0, 0], True), ([0, 5], False)):
+        assert is_dummy(SimpleNamespace(prefill_len_np=np.array(prompts))) is dummy
+    assert not is_dummy(SimpleNamespace())

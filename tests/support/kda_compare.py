@@ -1,4 +1,4 @@
-"""What the schedules compare a deferred world by: graphs of it, flushes, and the bound."""
+"""What the schedules compare a deferred world by: graphs of it, and the bound."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.models.kimi_k3.nvidia.specialized_decode.recoverssm.context import KDARecoverSSMDeferred
 
-from tests.support.kimi_world import Sizes, World, verify
+from tests.support.kda_world import Sizes, World
 
 EPS = 2.0**-24  # half an ulp of float32, relative
 
@@ -18,11 +17,11 @@ class Graph:
 
     def __init__(self, world: World, metadata: Any, inputs: list[tuple[torch.Tensor, ...]]) -> None:
         self.inputs = inputs
-        verify(world, metadata, inputs)
+        world.verify(metadata, inputs)
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
-            self.outputs = verify(world, metadata, inputs)
+            self.outputs = world.verify(metadata, inputs)
 
     def __call__(self, inputs: list[tuple[torch.Tensor, ...]]) -> list[Any]:
         for staged, given in zip(self.inputs, inputs, strict=True):
@@ -32,22 +31,6 @@ class Graph:
                 target.copy_(source.narrow(axis, 0, target.shape[axis]))
         self.graph.replay()
         return [out.clone() for out in self.outputs]
-
-
-def flush(world: World, slots: list[int], blocks: list[int]) -> None:
-    """Fold the pending tokens of the slots into the checkpoints in the blocks."""
-    device = world.table.device
-    for groups in world.attn_groups:
-        context = groups[0].get_metadata_builder(0).recoverssm_context
-        if context is None:
-            continue
-        KDARecoverSSMDeferred(
-            record_rows=torch.tensor(slots, dtype=torch.int32, device=device),
-            pending=world.state.recoverssm.pending,
-            eager=None,
-            context=context,
-            state_indices=torch.tensor(blocks, dtype=torch.int32, device=device),
-        ).flush()
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""A random scheduler that drives a stock world and deferred ones side by side.
+"""A random scheduler that drives a world that commits at once and deferred ones side by side.
 
 Requests come into recycled slots, hit cached prefixes, are preempted and resumed, finish with
 tokens pending, sit steps out, change rows and draft lengths, and stop on block boundaries;
@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from tests.support.kimi_compare import Comparison, Graph, flush
-from tests.support.kimi_world import CONV, Row, Sizes, World, verify
+from tests.support.kda_compare import Comparison, Graph
+from tests.support.kda_world import CONV, Row, Sizes, World
 
 # What a long schedule must have met at least once.
 ALWAYS = [
@@ -53,7 +52,7 @@ class Request:
 
 @dataclass
 class Schedule:
-    """``worlds[0]`` is the stock one; ``comparisons`` say how close each other one must be."""
+    """``worlds[0]`` commits at once; ``comparisons`` say how close each other one must be."""
 
     sizes: Sizes
     worlds: list[World]
@@ -122,7 +121,7 @@ class Schedule:
             batch = world.batch(rows)
             batch.prefill_len_np[:] = 0
             world.input_table[:] = torch.tensor(self.dummies)[:, None]
-            verify(world, world.prepare(batch), inputs)
+            world.verify(world.prepare(batch), inputs)
             after = self.fingerprint(world)
             assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         self.seen["warm-up"] += 1
@@ -132,10 +131,8 @@ class Schedule:
         own = 1 + self.sizes.slots
         parts = [cache[own:].clone() for layer in world.all_layers for cache in layer.kv_cache]
         for layer in world.all_layers:
-            records = layer.recoverssm_records
-            halves = records.key_gate.unflatten(0, (-1, own))[:, :-1]
-            corrections = records.correction.unflatten(0, (-1, own))[:, :-1]
-            parts += [halves.nan_to_num(), corrections.nan_to_num()]
+            for records in world.records(layer):
+                parts.append(records.unflatten(0, (-1, own))[:, :-1].nan_to_num())
         return [*parts, world.state.recoverssm.pending.clone()]
 
     def finish(self, request: Request, *, preempt: bool = False) -> None:
@@ -312,7 +309,7 @@ class Schedule:
             outputs = self.graphs[index](inputs)
         else:
             ran = self.captured[index] if padded is not None else metadata
-            outputs = verify(world, ran, inputs)
+            outputs = world.verify(ran, inputs)
         verified = sum(row.query for row in rows if not row.prefilling)
         for request, row in zip(requests, rows, strict=True):
             if row.prefilling:
@@ -354,7 +351,7 @@ class Schedule:
         decoding = [r for r in self.live.values() if not r.prefilling and r.columns]
         for world in self.worlds[1:]:
             if decoding:
-                flush(world, [r.slot for r in decoding], [self.running(r) for r in decoding])
+                world.flush([r.slot for r in decoding], [self.running(r) for r in decoding])
         for request in decoding:
             self.compare_block(self.running(request), "a running state")
         for block, _ in self.hits():
@@ -375,12 +372,15 @@ class Schedule:
                 comparison.close(want, got, what)
 
 
-def drive(sizes: Sizes, *, fused: Sequence[bool], steps: int, seed: int) -> Schedule:
-    """Drive a stock world and, for each of ``fused``, a deferred one through random steps."""
+def drive(worlds: list[World], exact: list[bool], *, steps: int, seed: int) -> Schedule:
+    """Drive a world that commits at once and deferred ones through random steps.
+
+    ``exact``: for each of the others, whether it must have the same bits.
+    """
     torch.manual_seed(seed)
     np.random.seed(seed)
-    worlds = [World(sizes), *(World(sizes, each) for each in fused)]
-    comparisons = [Comparison(sizes, exact=not each) for each in fused]
+    sizes = worlds[0].sizes
+    comparisons = [Comparison(sizes, exact=each) for each in exact]
     schedule = Schedule(sizes, worlds, comparisons, seed)
     for _ in range(steps):
         schedule.step()
