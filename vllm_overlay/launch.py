@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from vllm_overlay.activate import PLAN_VARIABLE
+from vllm_overlay.activate.family import refused_since
 from vllm_overlay.activate.receipt import process_key
 from vllm_overlay.activate.statement import compared
 from vllm_overlay.doctor import examine
@@ -30,6 +31,7 @@ from vllm_overlay.receipts import NAME, of_this_host
 from vllm_overlay.recipe_format import CACHE_VARIABLES
 from vllm_overlay.resolve import Resolution
 
+RETRY_SECONDS = 60.0  # from the refusal of a node to its next start
 PROOF = "import sys; sys.exit(0 if 'vllm_overlay.activate.finder' in sys.modules else 3)"
 
 
@@ -86,6 +88,8 @@ def prepare(
     for name in CACHE_VARIABLES:
         _make_folder(Path(plan.env[name]))
     _prove_activation(environment)
+    if plan.nodes:
+        rest(plan.folder(home))
     _clean(plan.folder(home))
     if with_ray and seat and seat.rank:
         command = ray_worker(seat)
@@ -94,6 +98,25 @@ def prepare(
         environment |= ray_driver(plan, environment, seat)
     _write_run(plan, home, environment, seat)
     return Launch(command, environment, tuple(c.line() for c in checks if c.state == WARN))
+
+
+def rest(folder: Path) -> None:
+    """Wait until this node's last refusal is a minute old; ``folder`` is the plan's.
+
+    A supervisor starts it again at once, and all that a try costs is of no use before someone has
+    mended the mistake. That may be another node's, so trying is right.
+    """
+    last = max(refused_since(str(folder), 0), key=_time_of, default={})
+    left = min(RETRY_SECONDS, _time_of(last) + RETRY_SECONDS - time.time())
+    if left > 0:
+        line = f"this node was refused ({last['line']}); it tries again in {left:.0f} s"
+        print(f"vllm-overlay: {line}", file=sys.stderr, flush=True)
+        time.sleep(left)
+
+
+def _time_of(failure: Mapping[str, Any]) -> float:
+    """Return when a process was refused, in seconds since the epoch; 0 if nobody knows."""
+    return float(failure.get("at", 0))
 
 
 def become(launch: Launch) -> NoReturn:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.support.serving import cli, free_port
+from tests.support.serving import cli, free_port, share_facts
 
 
 def test_a_fix_is_measured_on_and_off(tmp_path: Path) -> None:
+    share_facts(tmp_path / "home")
     short = ["--streams", "2", "--input-len", "16", "--output-len", "32", "--rounds", "1"]
     done = cli(
         "bench", "demo", "--toggle", "overlay-route", *short, "--prompts-per-stream", "2",

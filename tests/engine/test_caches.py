@@ -15,13 +15,13 @@ from tests.support.serving import chat, serving
 
 MODULE = "vllm.model_executor.models.llama"
 LINE = "        x = maybe_fused_act_quant(self.act_fn, x, self.down_proj)"  # of the compiled graph
-# Two layers without trained weights: the whole model takes minutes to compile.
+# One layer without trained weights: the whole model takes minutes to compile.
 SMALL = {
     "enforce-eager": False,
     "max-model-len": 128,
     "max-num-seqs": 2,
     "load-format": "dummy",
-    "hf-overrides": {"num_hidden_layers": 2},
+    "hf-overrides": {"num_hidden_layers": 1},
 }
 QUESTION = "What is the capital of France?"
 

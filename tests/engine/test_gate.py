@@ -172,6 +172,29 @@ def test_a_plan_that_is_missing_on_a_node_ends_it_and_the_head(two: Ranks) -> No
     assert "the plan /nowhere/plan.json cannot be read" in head.said
 
 
+def test_an_actor_of_rays_without_its_plan_ends_alone(two: Ranks) -> None:
+    """Ray tells the driver. What listens at the head's address is another group's, if anything."""
+    head = two.start(0)
+    head.says("waiting for rank 1")
+    place = {"NODE_RANK": "1", "HEAD_ADDR": f"127.0.0.1:{two.port}", "RAY_RAYLET_PID": "1"}
+    env = {**os.environ, **place, "VLLM_OVERLAY_PLAN": "/nowhere/plan.json"}
+    assert subprocess.run([sys.executable, "-c", ""], env=env, check=False).returncode == 78
+    other = two.start(1)
+    assert (head.ends(), other.ends()) == (0, 0)
+
+
+@pytest.mark.parametrize("astray", [0, 1])
+def test_a_process_above_a_rank_runs_the_plan_too(two: Ranks, astray: int) -> None:
+    """On the head, the API server and EngineCore."""
+    nodes = [two.serve(rank, overlay=rank != astray) for rank in range(2)]
+    for node in nodes:
+        node.says(f"rank 1 on {HOST} (10.0.0.2) differs from the head on {HOST} (10.0.0.1) in")
+        bad = f"without the plan on {HOST}: engine-core {nodes[astray].process.pid}"
+        node.says(f"{bad} on {HOST} (10.0.0.{astray + 1})")
+        assert "added up" not in node.said
+    assert nodes[1 - astray].ends() == 78
+
+
 def test_two_nodes_of_one_rank_are_refused(tmp_path: Path) -> None:
     with ranks(tmp_path, 3, nodes={"count": 3}) as three:
         head, first = three.start(0), three.start(1)

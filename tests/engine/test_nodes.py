@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
+from tests.support.node import wait_for
 from tests.support.ranks import own_address, ranks
-from tests.support.serving import cli
+from tests.support.serving import COMMAND, cli, environment, free_port, share_facts
+from vllm_overlay.activate.receipt import write_atomic
 
 RECIPE = """\
 schema: 1
@@ -23,7 +27,9 @@ env: {GLOO_SOCKET_IFNAME: eth7}
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One state folder: what vLLM's parser knows is asked once."""
-    return tmp_path_factory.mktemp("home")
+    folder = tmp_path_factory.mktemp("home")
+    share_facts(folder)
+    return folder
 
 
 @pytest.fixture
@@ -104,3 +110,31 @@ def test_a_node_that_is_refused_before_its_start_ends_the_head_too(
     assert "recipe two is for another vLLM; found vLLM 0.32.0" in done.stderr
     assert f"telling the head at {address}:{two.port}" in done.stderr
     assert "in vllm.version: 0.32.0 on" in head.said
+
+
+def test_a_node_that_was_refused_a_moment_ago_waits_before_it_starts(
+    home: Path, recipe: Path, tmp_path: Path
+) -> None:
+    """As Docker starts it again; until then there is no vLLM."""
+    arguments = ("--", "--port", str(free_port()))
+    plan = json.loads(cli("plan", str(recipe), "--json", *arguments, home=home).stdout)
+    folder = home / "plans" / plan["digest"]
+    failure = {"line": "the other box", "at": time.time() + 3600}  # the start may be slow
+    write_atomic(str(folder / "failures" / "1-1.json"), failure)
+    env = {"NODE_RANK": "0", "HEAD_ADDR": own_address()[1]}
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        serve = subprocess.Popen(
+            [COMMAND, "serve", str(recipe), *arguments],
+            env=environment(home, env),
+            stdout=file,
+            stderr=file,
+        )
+    try:
+        line = "this node was refused (the other box); it tries again in 60 s"
+        wait_for(lambda: serve.poll() is not None or line in log.read_text(), "its pause", 120)
+        assert serve.poll() is None, log.read_text()
+        assert not list(folder.glob("runs/*"))
+    finally:
+        serve.kill()
+        serve.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ try:
     print(ray.get(actor.create_dist_init_method.remote(), timeout=120))
 except ray.exceptions.RayActorError as error:
     print("died", error)
-print(ray._private.worker._global_node.get_session_dir_path())
+print("session", ray._private.worker._global_node.get_session_dir_path())
 """
 
 
@@ -64,8 +65,9 @@ def drive(address: str, plan: Path, **env: str) -> tuple[str, Path]:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    *said, session = done.stdout.splitlines()
-    return "\n".join(said), Path(session) / "logs"
+    # Ray itself may have said something between our lines, or after them.
+    (session,) = re.findall(r"^session (.*)", done.stdout, re.M)
+    return done.stdout, Path(session) / "logs"
 
 
 def applied(plan: Path) -> list[dict[str, Any]]:

@@ -108,13 +108,18 @@ services:
     hostname: {name}
     network_mode: !reset null
     networks: {{boxes: {{aliases: [{name}]}}}}
+    volumes: [{{type: bind, source: "{facts}", target: /var/lib/vllm-overlay/info}}]
 networks:
   boxes: {{name: {network}, external: true}}
 """
 
 
-def boxes(folder: Path, network: str, image: str, count: int, **env: str) -> list[Node]:
+def boxes(
+    folder: Path, network: str, image: str, count: int, facts: Path, **env: str
+) -> list[Node]:
     """Return nodes as on boxes of their own: a checkout, a state and a NODE_RANK each.
+
+    What they find out about vLLM, which is one for all, they keep in ``facts``.
 
     Boxes have networks of their own, and the compose file takes the host's; here each is a
     container on one network of Docker's.
@@ -125,7 +130,7 @@ def boxes(folder: Path, network: str, image: str, count: int, **env: str) -> lis
         made = node(folder / name, f"{network}-{rank}", image)
         more = {"NODE_RANK": str(rank), "HEAD_ADDR": "box-0", "SHM_SIZE": "1gb", **env}
         (made.checkout / "compose" / "network.yaml").write_text(
-            NETWORK.format(name=name, network=network)
+            NETWORK.format(name=name, network=network, facts=facts)
         )
         files = ("cluster.yaml", "network.yaml")
         found.append(Node(made.checkout, {**made.env, **more}, more=files))
@@ -137,9 +142,14 @@ def environment(env: Mapping[str, str]) -> dict[str, str]:
     return {**kept, **env}
 
 
-def docker(*arguments: str, timeout: float = 120) -> str:
+def docker(*arguments: str, timeout: float = 120, stdin: str = "") -> str:
     done = subprocess.run(
-        ["docker", *arguments], capture_output=True, text=True, timeout=timeout, check=False
+        ["docker", *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
     )
     assert done.returncode == 0, f"{done.args}: {done.stdout}{done.stderr}"
     return done.stdout.strip()

@@ -22,12 +22,14 @@ BARE: str = getattr(sys, "_base_executable", sys.executable)
 FIXES = {"overlay-route": ("vllm.a", "vllm.b"), "other": ("vllm.c",)}
 
 
-def wait_for(condition: Callable[[], Any], what: str, seconds: float = 30) -> Any:
-    """Return the condition's first true value."""
+def wait_for(
+    condition: Callable[[], Any], what: str, seconds: float = 30, *, every: float = 0.02
+) -> Any:
+    """Return the condition's first true value, looking for it ``every`` so many seconds."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
-        time.sleep(0.02)
+        time.sleep(every)
     return value
 
 
@@ -164,7 +166,7 @@ class Node:
         write_atomic(str(path), record)
         return path
 
-    def write_failure(self, pid: int, start: int, line: str, **more: str) -> Path:
+    def write_failure(self, pid: int, start: int, line: str, **more: object) -> Path:
         """Write what activation leaves when it ends a process."""
         path = self.folder / "failures" / f"{pid}-{start}.json"
         write_atomic(str(path), {"schema": 1, "pid": pid, "start": start, "line": line, **more})

@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
+from setproctitle import setproctitle
 
 from tests.support.node import wait_for
 from tests.support.serving import free_port
@@ -99,8 +100,13 @@ def join(
     dist.destroy_process_group()
 
 
-def serve(plan: str, rank: int, world: int, port: int, log: str, silence: float) -> None:
-    """Be what the others see of a node: a main process, and one rank below it."""
+def serve(
+    plan: str, rank: int, world: int, port: int, log: str, silence: float, overlay: bool
+) -> None:
+    """Be what the others see of a node: a main process, and one rank below it.
+
+    Without ``overlay`` the rank alone has the plan.
+    """
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     os.setsid()
     from vllm_overlay.activate import failure, family, watch
@@ -122,10 +128,12 @@ def serve(plan: str, rank: int, world: int, port: int, log: str, silence: float)
         "start": start,
     }
     write_atomic(f"{Path(plan).parent}/runs/{pid}-{start}.json", record)
-    state = State(plan, read_plan(plan))
-    failure.on_failure.append(state.record_failure)
-    state.first_import()
-    family.lead(state)
+    if overlay:
+        state = State(plan, read_plan(plan))
+        failure.on_failure.append(state.record_failure)
+        state.first_import()
+        family.lead(state)
+    setproctitle("VLLM::EngineCore")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     child = os.fork()
     if not child:
@@ -199,11 +207,14 @@ class Ranks:
         self.started.append(Rank(process, log))
         return self.started[-1]
 
-    def serve(self, rank: int, silence: float = 60) -> Rank:
-        """Start a whole node with one rank; ``silence`` are seconds before it counts as lost."""
+    def serve(self, rank: int, silence: float = 60, *, overlay: bool = True) -> Rank:
+        """Start a whole node with one rank; ``silence`` are seconds before it counts as lost.
+
+        Without ``overlay`` its main process has no plan.
+        """
         written = write_plan(self.plan, self.folder / "home")
         log = self.folder / f"node{rank}-{len(self.started)}.log"
-        arguments = (str(written), rank, self.world, self.port, str(log), silence)
+        arguments = (str(written), rank, self.world, self.port, str(log), silence, overlay)
         process = FORKED.Process(target=serve, args=arguments)
         process.start()
         self.started.append(Rank(process, log))

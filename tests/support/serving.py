@@ -81,10 +81,10 @@ def free_port() -> int:
 def serving(
     recipe: str, home: Path, *extra: str, env: Mapping[str, str] | None = None
 ) -> Iterator[Server]:
-    """Serve a recipe on a free port until the block ends; no process is left behind."""
+    """Serve a recipe on a free port until the block ends. A process that outlives it fails."""
     port = free_port()
     log = home / f"serve-{port}.log"
-    home.mkdir(parents=True, exist_ok=True)
+    share_facts(home)
     command = [COMMAND, "serve", recipe, "--", "--port", str(port), *extra]
     with log.open("wb") as file:
         process = subprocess.Popen(
@@ -100,7 +100,20 @@ def serving(
         (run,) = home.glob(f"plans/*/runs/{process.pid}-*.json")
         yield Server(url, home, run.parent.parent / "plan.json", process.pid, process, log)
     finally:
-        stop(process)
+        left = stop(process)
+    assert not left, f"left by the server, and killed: {left}"
+
+
+def share_facts(home: Path) -> None:
+    """Let a new state folder know what this machine's does of the installed vLLM.
+
+    To find it out takes several imports of vLLM. Its files are named by what they are about.
+    """
+    shared = home_folder(os.environ) / "info"
+    shared.mkdir(parents=True, exist_ok=True)
+    home.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        (home / "info").symlink_to(shared)
 
 
 def wait_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
@@ -122,21 +135,22 @@ def tail(log: Path, lines: int = 40) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
 
 
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """Stop a server and whatever it started: its session is its own."""
+def stop(process: subprocess.Popen[bytes]) -> list[str]:
+    """Stop a server as a supervisor does; kill what is left of its session, and return that."""
     family = []
     with contextlib.suppress(psutil.NoSuchProcess):
-        family = psutil.Process(process.pid).children(recursive=True)
+        main = psutil.Process(process.pid)
+        family = [main, *main.children(recursive=True)]
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=60)
     _, alive = psutil.wait_procs(family, timeout=10)
-    for left in alive:
-        left.kill()
-    if process.poll() is None:
-        process.kill()
-        process.wait(timeout=30)
+    left = words(alive)
+    for item in alive:
+        item.kill()
+    process.wait(timeout=30)
+    return left
 
 
 def chat(url: str, question: str, **options: object) -> httpx.Response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -67,3 +68,32 @@ def test_what_cannot_be_removed_is_refused_by_name(
         launch._clean(node.folder)
     text = str(caught.value)
     assert str(path) in text and "Read-only file system" in text and "VLLM_OVERLAY_HOME" in text
+
+
+@pytest.mark.parametrize(
+    ("failures", "waits"),
+    [
+        ([], None),
+        ([{"at": 100.0}, {"at": 970.0}, {"at": 940.5}], 30),
+        ([{"at": 900.0}], None),
+        ([{"at": 5000.0}], 60),  # the clock was set back
+        ([{}], None),
+        ([{"at": 990.0, "lost": True}], None),  # only its group had ended
+        ([{"at": 990.0, "host": "another-node"}], None),
+    ],
+)
+def test_a_refused_node_tries_again_a_minute_later(
+    node: Node,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    failures: list[dict[str, object]],
+    waits: int | None,
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(launch, "time", SimpleNamespace(time=lambda: 1000.0, sleep=slept.append))
+    for start, failure in enumerate(failures):
+        node.write_failure(DEAD, start, f"why {start}", **failure)
+    launch.rest(node.folder)
+    assert slept == ([] if waits is None else [waits])
+    said = f"this node was refused (why {len(failures) // 2}); it tries again in {waits} s"
+    assert (said in capsys.readouterr().err) == (waits is not None)

@@ -94,9 +94,13 @@ def tell_head(folder: str, failures: list[dict[str, Any]]) -> None:
 
 
 def tell_by_environment(line: str) -> None:
-    """Leave word with the head where there is no plan beside which a node's place would be."""
+    """Leave word with the head where there is no plan beside which a node's place would be.
+
+    Not from a process of Ray's, whose head has no store there: an actor would only die later.
+    """
     rank = os.environ.get("NODE_RANK", "")
-    if rank.isdecimal() and int(rank) and os.environ.get("HEAD_ADDR"):
+    rays = "RAY_RAYLET_PID" in os.environ
+    if rank.isdecimal() and int(rank) and os.environ.get("HEAD_ADDR") and not rays:
         _send({"node": int(rank), "line": line})
 
 

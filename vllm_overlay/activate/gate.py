@@ -35,7 +35,13 @@ from vllm_overlay.activate.meeting import (
 )
 from vllm_overlay.activate.receipt import fix_states, process_key
 from vllm_overlay.activate.state import State
-from vllm_overlay.activate.statement import differences, facts, run_record, told
+from vllm_overlay.activate.statement import (
+    differences,
+    facts,
+    family_state,
+    run_record,
+    told,
+)
 from vllm_overlay.kda.native import identity
 
 
@@ -119,8 +125,12 @@ def statement(state: State, rank: int, world: int) -> dict[str, Any]:
         "who": f"{host} {pid}-{start}",
         "pid": pid,
         "fixes": {fix["name"]: fix["state"] for fix in states},
-        # What `kda.native` loads depends on files and devices, which no plan knows.
-        "facts": {**facts(state.plan, environ), "kda.library": identity()},
+        "facts": {
+            **facts(state.plan, environ),
+            # What `kda.native` loads depends on files and devices, which no plan knows.
+            "kda.library": identity(),
+            "processes": family_state(state.folder),
+        },
     }
 
 

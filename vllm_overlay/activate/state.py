@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from _thread import RLock
 
 from vllm_overlay.activate.failure import refuse
@@ -144,7 +145,7 @@ class State:
         pid, start = process_key()
         plan = os.path.basename(self.folder)
         record = {"schema": 1, "host": os.uname().nodename, "pid": pid, "start": start}
-        record |= {"plan": plan, "line": line, "told": self.told, "lost": lost}
+        record |= {"plan": plan, "line": line, "told": self.told, "lost": lost, "at": time.time()}
         try:
             write_atomic(f"{self.folder}/failures/{pid}-{start}.json", record)
         except OSError:

@@ -6,11 +6,16 @@ import os
 import re
 import sys
 
-from vllm_overlay.activate.receipt import ENVIRONMENT_PREFIXES, SECRET_WORDS
+from vllm_overlay.activate.receipt import (
+    ENVIRONMENT_PREFIXES,
+    SECRET_WORDS,
+    process_title,
+    role_of,
+)
 
 TYPE_CHECKING = False  # importing typing costs more than the rest of the start
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from typing import Any
 
 # What may differ between nodes: the names of addresses and devices.
@@ -112,17 +117,43 @@ def run_record(folder: str) -> dict[str, Any] | None:
     """Return the run record of the server that this process belongs to, or None."""
     import json
 
+    for key in _line():
+        try:
+            with open(f"{folder}/runs/{key}.json", "rb") as file:
+                record: dict[str, Any] = json.load(file)
+                return record
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+def family_state(folder: str) -> str:
+    """Return whether vLLM's processes above this rank, which serve too, run the plan as well.
+
+    On the head those are EngineCore and the API server. Their receipts lie in ``folder``, the
+    plan's. Where one has none, the answer is like no other node's.
+    """
+    without = []
+    for key in _line():
+        pid = int(key.partition("-")[0])
+        role = role_of(process_title(pid))
+        if role != "other" and pid != os.getpid():
+            without += [f"{role} {pid}"] * (not os.path.exists(f"{folder}/receipts/{key}.json"))
+        if os.path.exists(f"{folder}/runs/{key}.json"):  # the main process
+            break
+    if without:
+        return f"without the plan on {os.uname().nodename}: {', '.join(without)}"
+    return "all with the plan"
+
+
+def _line() -> Iterator[str]:
+    """Yield ``<pid>-<start>`` of this process, and of each above it."""
     pid = os.getpid()
     while pid > 1:
         try:
             with open(f"/proc/{pid}/stat", "rb") as file:
                 fields = file.read().rpartition(b")")[2].split()
         except OSError:
-            return None
-        try:
-            with open(f"{folder}/runs/{pid}-{int(fields[19])}.json", "rb") as file:
-                record: dict[str, Any] = json.load(file)
-                return record
-        except (OSError, ValueError):
-            pid = int(fields[1])
-    return None
+            return
+        yield f"{pid}-{int(fields[19])}"
+        pid = int(fields[1])
