@@ -39,9 +39,12 @@ LIBRARY = native.library(torch.device("cuda"))
 FORMS: dict[str, Verify] = {"chunk": verify_chunk, "sequential": verify_sequential}
 if LIBRARY is not None:
     FORMS["cuda"] = LIBRARY.fold_verify
+WITHOUT = pytest.mark.skipif(LIBRARY is None, reason=native.form(torch.device("cuda")))
 ATOL = 1e-6  # of a window, in fp32
 
-on_forms = pytest.mark.parametrize("form", FORMS)
+on_forms = pytest.mark.parametrize(
+    "form", ["chunk", "sequential", pytest.param("cuda", marks=WITHOUT)]
+)
 on_states = pytest.mark.parametrize("state", DTYPES)
 on_records = pytest.mark.parametrize("records", UNITS)
 

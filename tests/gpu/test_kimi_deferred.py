@@ -34,42 +34,50 @@ def sizes(**changes: Any) -> Any:
     return Sizes(**{**real, **changes})
 
 
-def both_kernels(monkeypatch: pytest.MonkeyPatch, *, heads: int) -> None:
-    """Run the chunk kernels from three rows on, the sequential one below."""
-    from vllm_overlay.kda import verify
+def verify_by(form: str, monkeypatch: pytest.MonkeyPatch, *, heads: int) -> bool:
+    """Let the fused verify be of ``form``; return whether that is a fused one at all."""
+    from vllm_overlay.kda import native, verify
 
-    monkeypatch.setattr(verify, "CHUNK_FROM", 3 * heads)
+    if form == "triton":  # the chunk kernels from three rows on, the sequential one below
+        monkeypatch.setattr(native, "library", lambda device: None)
+        monkeypatch.setattr(verify, "CHUNK_FROM", 3 * heads)
+    elif form == "library" and native.library(torch.device("cuda")) is None:
+        pytest.skip(native.form(torch.device("cuda")))
+    return form != "flush"
+
+
+FORMS = pytest.mark.parametrize("form", ["flush", "library", "triton"])
 
 
 @pytest.mark.parametrize("mode", ["none", "align"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("fused", [False, True], ids=["flush", "fused"])
+@FORMS
 def test_long_schedules(
-    mode: str, dtype: torch.dtype, fused: bool, monkeypatch: pytest.MonkeyPatch
+    mode: str, dtype: torch.dtype, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tests.support.kda_schedule import ALIGNED, ALWAYS, drive
     from tests.support.kimi_world import KimiWorld
 
-    both_kernels(monkeypatch, heads=6)
+    fused = verify_by(form, monkeypatch, heads=6)
     size = sizes(mode=mode, dtype=dtype)
     done = drive([KimiWorld(size), KimiWorld(size, fused)], [not fused], steps=50, seed=1)
     wanted = ALIGNED if mode == "align" else ALWAYS
     assert not [kind for kind in wanted if not done.seen[kind]], done.seen
     worst = done.comparisons[0].worst
-    print(f"{mode} {dtype} fused={fused}: {dict(done.seen)}, worst {worst:.2e} of the bound")
+    print(f"{mode} {dtype} {form}: {dict(done.seen)}, worst {worst:.2e} of the bound")
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["flush", "fused"])
-def test_a_window_of_eight(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@FORMS
+def test_a_window_of_eight(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.support.kda_schedule import ALIGNED, drive
     from tests.support.kimi_world import KimiWorld
 
-    both_kernels(monkeypatch, heads=12)
+    fused = verify_by(form, monkeypatch, heads=12)
     wide = sizes(num_spec=7, heads=12, slots=6, blocks=80, lower_bound=None)
     done = drive([KimiWorld(wide), KimiWorld(wide, fused)], [not fused], steps=30, seed=2)
     assert not [kind for kind in ALIGNED if not done.seen[kind]], done.seen
     worst = done.comparisons[0].worst
-    print(f"window 8, fused={fused}: {dict(done.seen)}, worst {worst:.2e} of the bound")
+    print(f"window 8, {form}: {dict(done.seen)}, worst {worst:.2e} of the bound")
 
 
 @pytest.mark.parametrize("window", [5, 8])

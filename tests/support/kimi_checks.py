@@ -26,7 +26,7 @@ from tests.support.kimi_reference import FUSED, errors
 from tests.support.kimi_world import KimiWorld
 from vllm_overlay.kda import verify as folding
 
-MEASURED = Path(__file__).parents[2] / "bench" / "results" / "kda-deferred-2026-11-30.json"
+MEASURED = Path(__file__).parents[2] / "bench" / "results" / "kda-deferred-2026-11-30-2.json"
 KERNELS = {"seq/16/1/1": "sequential", "chunk/16/1/1": "chunk"}  # as measured, as named here
 
 
@@ -128,16 +128,19 @@ def installing() -> None:
 
 
 def kernels_by_size() -> None:
-    """At each size that was measured, the kernel that was the faster."""
+    """At each size measured with fp32 states, the kernel that was the faster, or as fast."""
     steps: dict[tuple[int, int, int], dict[str, float]] = {}
     for row in json.loads(MEASURED.read_text())["rows"]:
         size = (row["requests"], row["heads"], row["window"])
-        steps.setdefault(size, {})[row["method"]] = row["step"]
+        if row["dtype"] == "fp32":
+            steps.setdefault(size, {})[row["method"]] = row["step"]
     both = {size: taken for size, taken in steps.items() if KERNELS.keys() <= taken.keys()}
-    assert len(both) == 16
+    assert len(both) == 20
     for (requests, heads, _), taken in both.items():
-        faster = min(KERNELS, key=taken.__getitem__)
-        assert folding.triton_form(requests, heads) is FUSED[KERNELS[faster]]
+        fast = {
+            KERNELS[name] for name in KERNELS if taken[name] < 1.01 * min(map(taken.get, KERNELS))
+        }
+        assert folding.triton_form(requests, heads) in [FUSED[name] for name in fast]
 
 
 def records_come_first() -> None:

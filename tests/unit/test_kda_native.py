@@ -166,6 +166,10 @@ def test_the_arguments_lie_as_in_the_source(tmp_path: Path) -> None:
         ({"size": 9}, False),
         ({"keys": 64}, False),
         ({"activation": "float16"}, False),
+        ({"beta": "float32"}, False),
+        ({"out": "float16"}, False),
+        ({"state": "float16"}, False),
+        ({"kept_from": 2}, False),
         ({"out_from": 1}, False),  # bf16 pairs are stored together
         ({"state_from": 2}, False),  # the copy engine wants multiples of 16 bytes
         ({"memory": 101376}, False),  # as compute capability 12.0 has
@@ -188,7 +192,7 @@ def test_what_the_library_takes(
     like = {name: part(1, 8, 2, keys, dtype=activation) for name in ("q", "k", "v", "gate")}
     window = SimpleNamespace(
         **like,
-        beta=part(1, 8, 2, dtype=activation),
+        beta=part(1, 8, 2, dtype=getattr(torch, given.get("beta", given["activation"]))),
         key_size=keys,
         value_size=keys,
         size=given["size"],
@@ -196,9 +200,13 @@ def test_what_the_library_takes(
     state = part(
         3, 2, keys, keys, dtype=getattr(torch, given["state"]), first=given.get("state_from", 0)
     )
-    kept = {name: part(4, 2, 8, keys, dtype=torch.float32) for name in ("keys", "gates")}
+    first = given.get("kept_from", 0)
+    kept = {
+        name: part(4, 2, 8, keys, dtype=torch.float32, first=first) for name in ("keys", "gates")
+    }
     records = SimpleNamespace(**kept, corrections=kept["keys"])
-    out = part(1, 8, 2, keys, dtype=activation, first=given.get("out_from", 0))
+    kind = getattr(torch, given.get("out", given["activation"]))
+    out = part(1, 8, 2, keys, dtype=kind, first=given.get("out_from", 0))
     found = native.look(H200, folder)
     assert isinstance(found, native.Native)
     assert found.takes(window, state, records, out) is taken

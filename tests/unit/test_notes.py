@@ -160,3 +160,18 @@ def test_the_rows_of_a_node_carry_its_notes_to_the_head(node: Node) -> None:
     assert "chooser kernel: triton: no CUDA library in /opt/lib/kda" in shown(cluster_table(found))
     found["rows"] = [{**row, "notes": {}}]
     assert "notes" not in shown(cluster_table(found))
+
+
+@pytest.mark.parametrize("call", ['note("chooser", "kernel", 8)', 'note("chooser", 8, "x")'])
+def test_a_note_that_is_no_text_leaves_the_receipt_as_it_was(chooser: Sandbox, call: str) -> None:
+    run = chooser.code(
+        "import vllm.user as u; u.greet()\n"
+        "from vllm_overlay.activate.notes import note\n"
+        f"try: {call}\n"
+        "except TypeError as error: print(error)\n"
+        "import vllm.extra\n"
+    )
+    assert run.stdout.endswith("both must be text\n"), run.stderr
+    (receipt,) = chooser.receipts()
+    assert entry(receipt, "chooser")["notes"] == {"kernel": "cuda sm_90"}
+    assert entry(receipt, "other")["state"] == "applied"

@@ -66,8 +66,10 @@ class State:
     def note(self, fix: str, key: str, value: str) -> None:
         """Record what a fix chose in this process, and rewrite the receipt if that is new.
 
-        Raises ValueError for a fix that the plan does not apply.
+        Raises ValueError for a fix that the plan does not apply, TypeError for what is no text.
         """
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise TypeError(f"fix {fix!r} notes {key!r}: {value!r}; both must be text")
         with self.lock:
             applied = [item["name"] for item in self.plan["fixes"] if item["verdict"] == "apply"]
             if fix not in applied:

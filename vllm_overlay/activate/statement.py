@@ -136,7 +136,10 @@ def family_state(folder: str) -> str:
     without = []
     for key in _line():
         pid = int(key.partition("-")[0])
-        role = role_of(process_title(pid))
+        try:
+            role = role_of(process_title(pid))
+        except OSError:  # it has just ended, and this rank will follow
+            continue
         if role != "other" and pid != os.getpid():
             without += [f"{role} {pid}"] * (not os.path.exists(f"{folder}/receipts/{key}.json"))
         if os.path.exists(f"{folder}/runs/{key}.json"):  # the main process

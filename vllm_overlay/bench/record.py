@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -49,8 +50,10 @@ def save(
 ) -> Path:
     """Write the rows of a measurement made by ``command``, and ``more``; return the new file.
 
-    ``gpu``: what it ran on, and the versions of what compiled the kernels.
+    ``gpu``: what it ran on, and the versions of what compiled the kernels. Where the file was put
+    says nothing: ``command`` is kept without the folder of its ``--save``.
     """
+    command = re.sub(r"(?<= --save) (?!-)\S+", "", command)
     now = datetime.now(UTC)
     ends = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
     files = (folder / f"{name}-{now:%Y-%m-%d}{end}.json" for end in ends)

@@ -86,7 +86,10 @@ def _nvcc() -> str:
 
 
 def _run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    except OSError as error:
+        raise ConfigError(f"{command[0]} cannot be run", found=error.strerror) from None
     if done.returncode:
         said = (done.stdout + done.stderr).strip().splitlines() or ["nothing"]
         raise ConfigError(f"{' '.join(command)} ended with {done.returncode}", found=said[-1])

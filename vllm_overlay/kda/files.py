@@ -15,7 +15,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 SOURCE, LIBRARY, MANIFEST = "step.cu", "kda_step.so", "kda_step.json"
-# -ftz: a denormal is far below what a state keeps, and handling it costs a tenth of the time.
+# -ftz: a denormal is far below what a state keeps, and handling it costs time (bench/NOTES.md).
 FLAGS = (
     *("-O3", "-std=c++17", "-ftz=true", "-shared", "-cudart=static", "-frandom-seed=kda"),
     *("-Xcompiler=-fPIC,-fvisibility=hidden", "-Xlinker=-s,--exclude-libs,ALL"),
