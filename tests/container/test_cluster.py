@@ -244,10 +244,14 @@ def test_another_build_of_the_image_is_refused(refusal: list[Node], image: str) 
     older = f"{image}-older"
     docker("build", "--tag", older, "-", stdin=OLDER.format(image=image))
     worker = replace(worker, env={**worker.env, "IMAGE": older})
-    start(worker)
-    start(head)
-    builds = [box.exec("python", "-c", BUILD).stdout.strip() for box in (worker, head)]
-    refused(head, worker, "nodes.build", *builds)
+    try:
+        start(worker)
+        start(head)
+        builds = [box.exec("python", "-c", BUILD).stdout.strip() for box in (worker, head)]
+        refused(head, worker, "nodes.build", *builds)
+    finally:
+        worker.compose("down", "--timeout", "10", check=False)
+        docker("rmi", older)
 
 
 BUILD = "from vllm_overlay.buildid import build_id; print(build_id())"

@@ -137,10 +137,9 @@ def kernels_by_size() -> None:
     both = {size: taken for size, taken in steps.items() if KERNELS.keys() <= taken.keys()}
     assert len(both) == 20
     for (requests, heads, _), taken in both.items():
-        fast = {
-            KERNELS[name] for name in KERNELS if taken[name] < 1.01 * min(map(taken.get, KERNELS))
-        }
-        assert folding.triton_form(requests, heads) in [FUSED[name] for name in fast]
+        best = min(taken[name] for name in KERNELS)
+        fast = [FUSED[kernel] for name, kernel in KERNELS.items() if taken[name] < 1.01 * best]
+        assert folding.triton_form(requests, heads) in fast
 
 
 def records_come_first() -> None:

@@ -14,8 +14,8 @@ from vllm_overlay.kda.sequential import verify_sequential
 
 Verify = Callable[[Window, Tensor, Records, Tensor, int, Folds, Tensor], Tensor]
 
-# Rows x heads from which the chunk kernels are the faster (bench/kda_deferred.py, H200, fp32 states):
-# so at 64 x 16, as fast at 12 x 64 and 64 x 8; at 12 x 16 the sequential kernel is.
+# Rows x heads from which the chunk kernels are the faster (bench/kda_deferred.py, H200, fp32
+# states): so at 64 x 16, as fast at 12 x 64 and 64 x 8; at 12 x 16 the sequential kernel is.
 CHUNK_FROM = 768
 
 
