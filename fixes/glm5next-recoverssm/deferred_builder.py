@@ -69,7 +69,7 @@ class Glm5NextDeferredMetadataBuilder(recoverssm.Glm5NextRecoverSSMMetadataBuild
 
     def _fold_prefills(self, m: CommonAttentionMetadata, num_draft_tokens: torch.Tensor) -> None:
         """A prefill reads the checkpoint as it is. Rows of slots that have verified are rare here:
-        a request does not go back to its prompt, and a step is no longer than a window."""
+        a prompt's chunk of one token verifies, and the next one may be longer."""
         assert self.shared is not None, "the model state binds its builders"
         owners = self.shared.owners
         if owners is None:

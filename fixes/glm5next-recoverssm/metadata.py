@@ -129,6 +129,9 @@ class Glm5NextRecoverSSMState(RecoverSSMState):
         step, self._step = self._step, None
         if isinstance(num_sampled, int) or not step:
             return
+        # A prompt's chunk of one token runs as a decode row, verifies and samples nothing unless it
+        # is the last: its token is committed all the same. Other rows that verify sample one.
+        num_sampled = num_sampled.clamp(min=1)
         contexts = tuple(metadata.recoverssm_context for metadata in step)
         # By identity: a context of a new cache has other tensors, and these do not compare.
         known = self._table.contexts if self._table else ()

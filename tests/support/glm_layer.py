@@ -36,9 +36,11 @@ class Row:
     request: int
     tokens: int
     accepted: int = 0  # of a verify, with the token that was sampled; 0 for a prefill
+    chunk: bool = False  # one token of a prompt that goes on: it verifies, and samples nothing
 
 
-# Prefills, verifies, rows that change places, mixed steps with prefills first, last and between.
+# Prefills, verifies, rows that change places, mixed steps with prefills first, last and between,
+# chunks of one token.
 STEPS = [
     [Row(0, 5), Row(1, 3)],
     [Row(0, 4, 2), Row(1, 4, 4)],
@@ -47,6 +49,10 @@ STEPS = [
     [Row(0, 4, 4), Row(3, 2), Row(2, 4, 2)],
     [Row(3, 4, 2), Row(0, 1, 1), Row(1, 4, 3), Row(2, 4, 4)],
     [Row(3, 4, 1), Row(0, 4, 2)],
+    [Row(3, 1, 1, chunk=True), Row(0, 4, 3)],
+    [Row(0, 4, 2), Row(3, 1, 1, chunk=True)],
+    [Row(3, 3), Row(0, 4, 1)],
+    [Row(3, 4, 2), Row(0, 4, 4)],
 ]
 
 
@@ -189,14 +195,16 @@ class Engine:
         metadata = self.metadata(rows)
         requests = torch.tensor([row.request for row in rows])
         out = self._forward(metadata, sum(row.tokens for row in rows))
-        sampled = torch.tensor([max(row.accepted, 1) for row in rows], dtype=torch.int32)
+        sampled = torch.tensor(
+            [0 if row.chunk else row.accepted for row in rows], dtype=torch.int32
+        )
         if self.state is not None:
             groups = [[SimpleNamespace(layer_names=[NAME])]]
             self.state.record_step({NAME: metadata}, groups, for_capture=False)
             self.state.commit_step(
                 sampled, requests, state_indices=None, num_accepted_tokens=self.accepted
             )
-        self.accepted[requests] = sampled
+        self.accepted[requests] = sampled.clamp(min=1)
         for row in rows:
             self.computed[row.request] += row.accepted or row.tokens
         return out
