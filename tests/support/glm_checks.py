@@ -82,7 +82,7 @@ def folds_happen_once() -> None:
 
 
 def counts_are_set_and_cleared() -> None:
-    rules.counts_are_set_and_cleared(pair(small(mode="none")))
+    rules.counts_are_set_and_cleared(pair(small(mode="none")), least=1)
 
 
 def streamed_input() -> None:
@@ -113,7 +113,8 @@ def prefills_see_no_pending_tokens() -> None:
         for number, world in enumerate(worlds):
             for layer, kept in zip(world.all_layers, (exact, deferred)[number], strict=True):
                 layer.kv_cache[1][1].copy_(kept[1])
-            one_step(world, rows, last, [0, 0])
+            one_step(world, rows, last, [1, 1])
+        worlds[1].flush([0, 1], [1, 2])
         for want, got in zip(*map(states, worlds), strict=True):
             torch.testing.assert_close(got[1:3], want[1:3], rtol=0, atol=WITHIN)
 
