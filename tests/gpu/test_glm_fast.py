@@ -17,34 +17,14 @@ if not Path("/dev/nvidiactl").exists():  # before anything large is imported
 import torch
 
 
-def sizes(**changes: Any) -> Any:
-    from tests.support.kda_world import Sizes
-
-    real = {
-        "heads": 6,
-        "head_dim": 128,
-        "num_spec": 4,
-        "layers": 2,
-        "slots": 4,
-        "block": 48,
-        "blocks": 64,
-        "activation": torch.bfloat16,
-        "device": "cuda",
-    }
-    return Sizes(**{**real, **changes})
-
-
-def schedule(size: Any, wanted: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def schedule(wanted: str, form: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     """Drive both forms through a schedule, its full graphs captured; ``form`` of the verify."""
     from tests.support import kda_schedule
     from tests.support.glm_world import GlmWorld
-    from vllm_overlay.kda import native, verify
+    from tests.support.kda_gpu import sizes, take_form
 
-    if form == "triton":  # the chunk kernels from three rows on, the sequential one below
-        monkeypatch.setattr(native, "library", lambda device: None)
-        monkeypatch.setattr(verify, "CHUNK_FROM", 3 * size.heads)
-    elif native.library(torch.device("cuda")) is None:
-        pytest.skip(native.form(torch.device("cuda")))
+    size = sizes(**changes)
+    take_form(form, monkeypatch, heads=size.heads)
     worlds = [GlmWorld(size, deferred=False), GlmWorld(size, deferred=True)]
     done = kda_schedule.drive([*worlds], [False], steps=60, seed=4)
     assert not [kind for kind in getattr(kda_schedule, wanted) if not done.seen[kind]], done.seen
@@ -61,10 +41,9 @@ def test_long_schedules(
     mode: str, dtype: torch.dtype, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = "ALIGNED" if mode == "align" else "ALWAYS"
-    schedule(sizes(mode=mode, dtype=dtype), wanted, form, monkeypatch)
+    schedule(wanted, form, monkeypatch, mode=mode, dtype=dtype)
 
 
 @FORMS
 def test_a_window_of_eight(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    wide = sizes(num_spec=7, heads=12, slots=6, blocks=80)
-    schedule(wide, "ALIGNED", form, monkeypatch)
+    schedule("ALIGNED", form, monkeypatch, num_spec=7, heads=12, slots=6, blocks=80)

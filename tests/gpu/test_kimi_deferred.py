@@ -7,7 +7,6 @@ Needs a GPU, and vLLM with the fix applied:
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,36 +14,6 @@ if not Path("/dev/nvidiactl").exists():  # before anything large is imported
     pytest.skip("no GPU", allow_module_level=True)
 
 import torch
-
-
-def sizes(**changes: Any) -> Any:
-    from tests.support.kda_world import Sizes
-
-    real = {
-        "heads": 6,
-        "head_dim": 128,
-        "num_spec": 4,
-        "layers": 2,
-        "slots": 4,
-        "block": 48,
-        "blocks": 64,
-        "activation": torch.bfloat16,
-        "device": "cuda",
-    }
-    return Sizes(**{**real, **changes})
-
-
-def verify_by(form: str, monkeypatch: pytest.MonkeyPatch, *, heads: int) -> bool:
-    """Let the fused verify be of ``form``; return whether that is a fused one at all."""
-    from vllm_overlay.kda import native, verify
-
-    if form == "triton":  # the chunk kernels from three rows on, the sequential one below
-        monkeypatch.setattr(native, "library", lambda device: None)
-        monkeypatch.setattr(verify, "CHUNK_FROM", 3 * heads)
-    elif form == "library" and native.library(torch.device("cuda")) is None:
-        pytest.skip(native.form(torch.device("cuda")))
-    return form != "flush"
-
 
 FORMS = pytest.mark.parametrize("form", ["flush", "library", "triton"])
 
@@ -55,11 +24,12 @@ FORMS = pytest.mark.parametrize("form", ["flush", "library", "triton"])
 def test_long_schedules(
     mode: str, dtype: torch.dtype, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from tests.support.kda_gpu import sizes, take_form
     from tests.support.kda_schedule import ALIGNED, ALWAYS, drive
     from tests.support.kimi_world import KimiWorld
 
-    fused = verify_by(form, monkeypatch, heads=6)
-    size = sizes(mode=mode, dtype=dtype)
+    take_form(form, monkeypatch, heads=6)
+    fused, size = form != "flush", sizes(mode=mode, dtype=dtype)
     done = drive([KimiWorld(size), KimiWorld(size, fused)], [not fused], steps=50, seed=1)
     wanted = ALIGNED if mode == "align" else ALWAYS
     assert not [kind for kind in wanted if not done.seen[kind]], done.seen
@@ -69,10 +39,12 @@ def test_long_schedules(
 
 @FORMS
 def test_a_window_of_eight(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.support.kda_gpu import sizes, take_form
     from tests.support.kda_schedule import ALIGNED, drive
     from tests.support.kimi_world import KimiWorld
 
-    fused = verify_by(form, monkeypatch, heads=12)
+    take_form(form, monkeypatch, heads=12)
+    fused = form != "flush"
     wide = sizes(num_spec=7, heads=12, slots=6, blocks=80, lower_bound=None)
     done = drive([KimiWorld(wide), KimiWorld(wide, fused)], [not fused], steps=30, seed=2)
     assert not [kind for kind in ALIGNED if not done.seen[kind]], done.seen

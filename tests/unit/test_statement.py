@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.ranks import FIX, PLAN
+from vllm_overlay.activate import statement
 from vllm_overlay.activate.statement import PER_NODE, differences, facts, told
 
 
@@ -79,3 +81,16 @@ def test_a_login_is_not_told_and_a_long_value_cut() -> None:
     other = found({"VLLM_X": "http://me:s3cret@host/" + "x" * 200})
     line = told(other, 1, "b", "a")
     assert "VLLM_X: http://…@host/xxx" in line and "s3cret" not in line and len(line) < 300
+
+
+def test_a_process_above_that_ends_while_it_is_looked_at_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(pid: int) -> str:
+        raise FileNotFoundError(2, "No such file or directory", f"/proc/{pid}/cmdline")
+
+    monkeypatch.setattr(statement, "_line", lambda: iter(["4000000-1"]))
+    monkeypatch.setattr(statement, "process_title", lambda pid: "VLLM::EngineCore")
+    assert "engine-core 4000000" in statement.family_state(str(tmp_path))
+    monkeypatch.setattr(statement, "process_title", ended)
+    assert statement.family_state(str(tmp_path)) == "all with the plan"
