@@ -1,41 +1,54 @@
 """Tokens a second of a small random GLM-5.3-Flash in vLLM's engine: stock, exact and fast.
 
-``python -m bench.glm5next_engine``: engines start beside each other and are then timed in turn,
-each alone on the GPU. Eight layers of real width (six KDA), MTP with seven drafts, synthetic
-acceptance 4.0, 128 tokens in and 256 out, prefix caching off.
+``python -m bench.glm5next_engine``: the engines of a wave start beside each other and are then
+timed round by round, each alone on the GPU: a machine whose speed changes slows all of them. Eight
+layers of real width (six KDA), MTP with seven drafts, synthetic acceptance 4.0, 128 tokens in and
+256 out, prefix caching off.
 """
 
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import IO, Any
 
 from vllm_overlay.bench.record import RESULTS, save
 
 FIX = "glm5next-recoverssm"
 SIDES = {"off": "-", "on": FIX, "fast": f"{FIX}=fast"}
-STREAMS, OUT, ROUNDS = (8, 32, 64, 128), 256, 3
-START = 420  # seconds until all engines of a wave have started
+STREAMS, OUT, ROUNDS = (8, 32, 64, 128), 256, 5
 # Heads and GiB of KV cache: enough for stock's states of 128 requests, and where they do not fit.
-SIZES = ((16, 12.0), (16, 3.0), (64, 36.0), (64, 10.0))
+SIZES = ((16, 12.0), (16, 3.0), (64, 32.0), (64, 10.0))
 # GiB: what the engines of one wave, in the GPU's memory together, may take, and what each is
 # reckoned to take besides its KV cache.
 ROOM, BESIDES = 130, 10
-Setting = tuple[int, float, str]  # heads, GiB of KV cache, side
 GRAPHS = (8, 16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 896, 1024)
 
 
-def worker(folder: Path, heads: int, kv_gib: float, side: str) -> None:
-    """Start one engine; once all have started, take the GPU and time it."""
+@dataclass(frozen=True)
+class Setting:
+    heads: int
+    kv_gib: float
+    side: str
+
+    @property
+    def memory(self) -> float:
+        return self.kv_gib + BESIDES
+
+
+def worker(heads: int, kv_gib: float) -> None:
+    """Start an engine; then time what is asked for, ``streams seed`` a line, as lines of JSON."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # vLLM prints
     from bench.random_glm import Engine, greedy, kv_tokens, prompts, start
 
     engine = Engine(heads=heads, hidden=4096, kv_gib=kv_gib, seqs=128, batched=8192, graphs=GRAPHS)
@@ -50,85 +63,110 @@ def worker(folder: Path, heads: int, kv_gib: float, side: str) -> None:
 
     scheduler.schedule = watched
     greedy(llm, prompts(8, 128, 1), 32)
-    name = f"{heads}-{kv_gib}-{side}"
-    (folder / f"{name}.ready").touch()
-    began = time.monotonic()
-    while len(list(folder.glob("*.ready"))) < len(list(folder.glob("*.wanted"))):
-        if time.monotonic() - began > START:
-            raise TimeoutError("another engine of the wave has not started")
-        time.sleep(0.1)
-    with (folder / "turn").open("a") as turn:
-        fcntl.flock(turn, fcntl.LOCK_EX)
-        greedy(llm, prompts(8, 128, 2), 32)
-        rows = []
-        for streams in STREAMS:
-            most[0], rates = 0, []
-            for number in range(ROUNDS):
-                asked = prompts(streams, 128, 100 * streams + number)
-                began = time.perf_counter()
-                greedy(llm, asked, OUT)
-                rates.append(streams * OUT / (time.perf_counter() - began))
-            rows.append(
-                {
-                    "heads": heads,
-                    "kv_gib": kv_gib,
-                    "fix": side,
-                    "streams": streams,
-                    "tokens_per_s": round(median(rates)),
-                    "rates": [round(rate) for rate in rates],
-                    "running_at_once": most[0],
-                    "kv_tokens": kv_tokens(llm),
-                }
-            )
-    (folder / f"{name}.json").write_text(json.dumps(rows))
+    print(json.dumps({"kv_tokens": kv_tokens(llm)}), file=answers)
+    for line in sys.stdin:
+        streams, seed = map(int, line.split())
+        asked, most[0] = prompts(streams, 128, seed), 0
+        began = time.perf_counter()
+        greedy(llm, asked, OUT)
+        rate = streams * OUT / (time.perf_counter() - began)
+        print(json.dumps({"rate": round(rate), "running": most[0]}), file=answers)
+
+
+@dataclass
+class Running:
+    """A worker's process and what it has answered."""
+
+    setting: Setting
+    process: subprocess.Popen[str]
+    log: IO[str]
+    kv_tokens: int = 0
+    rates: dict[int, list[int]] = field(default_factory=dict)  # by streams
+    running: dict[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def start(cls, setting: Setting) -> Running:
+        command = [sys.executable, "-m", "tests.support.with_fixes", SIDES[setting.side]]
+        command += [sys.executable, "-m", "bench.glm5next_engine", "--worker"]
+        command += [str(setting.heads), str(setting.kv_gib)]
+        log = tempfile.NamedTemporaryFile("w+", prefix="engine", delete=False)  # noqa: SIM115
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=log, text=True, bufsize=1
+        )
+        return cls(setting, process, log)
+
+    def answer(self) -> dict[str, Any]:
+        """Return the next line; raises CalledProcessError, and shows the log, if there is none."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            print(Path(self.log.name).read_text()[-3000:], file=sys.stderr)
+            raise subprocess.CalledProcessError(self.process.wait(), self.process.args)
+        return dict(json.loads(line))
+
+    def time(self, streams: int, seed: int, *, keep: bool = True) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{streams} {seed}\n")
+        found = self.answer()
+        if keep:
+            self.rates.setdefault(streams, []).append(found["rate"])
+            self.running[streams] = max(found["running"], self.running.get(streams, 0))
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "heads": self.setting.heads,
+                "kv_gib": self.setting.kv_gib,
+                "fix": self.setting.side,
+                "streams": streams,
+                "tokens_per_s": round(median(rates)),
+                "rates": rates,
+                "running_at_once": self.running[streams],
+                "kv_tokens": self.kv_tokens,
+            }
+            for streams, rates in self.rates.items()
+        ]
 
 
 def waves() -> list[list[Setting]]:
-    """Return all sizes and sides, those together that fit into the GPU's memory together."""
+    """Return all settings in waves: the sides of a size together, and sizes that fit together."""
     found: list[list[Setting]] = [[]]
     for heads, kv_gib in SIZES:
-        for side in SIDES:
-            if sum(memory + BESIDES for _, memory, _ in found[-1]) + kv_gib + BESIDES > ROOM:
-                found.append([])
-            found[-1].append((heads, kv_gib, side))
+        sides = [Setting(heads, kv_gib, side) for side in SIDES]
+        if sum(each.memory for each in found[-1] + sides) > ROOM:
+            found.append([])
+        found[-1] += sides
     return found
 
 
 def compare(settings: Sequence[Setting]) -> list[dict[str, Any]]:
     """Time the engines of a wave; raises CalledProcessError if one fails."""
-    folder = Path(tempfile.mkdtemp())
-    names = ["-".join(map(str, setting)) for setting in settings]
-    for name in names:
-        (folder / f"{name}.wanted").touch()
-    started = []
-    for name, (heads, kv_gib, side) in zip(names, settings, strict=True):
-        command = [sys.executable, "-m", "tests.support.with_fixes", SIDES[side]]
-        command += [sys.executable, "-m", "bench.glm5next_engine", "--worker", str(folder)]
-        command += [str(heads), str(kv_gib), side]
-        with (folder / f"{name}.log").open("w") as log:
-            started.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT))
-    rows = []
-    for name, process in zip(names, started, strict=True):
-        if process.wait():
-            for other in started:
-                other.kill()
-            print((folder / f"{name}.log").read_text()[-3000:], file=sys.stderr)
-            raise subprocess.CalledProcessError(process.returncode, process.args)
-        rows += json.loads((folder / f"{name}.json").read_text())
-    return rows
+    engines = [Running.start(setting) for setting in settings]
+    try:
+        for engine in engines:
+            engine.kv_tokens = engine.answer()["kv_tokens"]
+        for streams in STREAMS:
+            for number in range(-1, ROUNDS):  # the first warms up
+                for engine in engines:
+                    engine.time(streams, 100 * streams + number, keep=number >= 0)
+        return [row for engine in engines for row in engine.rows()]
+    finally:
+        for engine in engines:
+            engine.process.kill()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     every = waves()
     which = range(len(every))
     parser.add_argument("--waves", type=int, nargs="+", default=which, choices=which, help="only")
     parser.add_argument("--save", type=Path, nargs="?", const=RESULTS, help="keep the rows there")
     options = parser.parse_args(arguments)
     if options.worker:
-        folder, heads, memory, side = options.worker
-        worker(Path(folder), int(heads), float(memory), side)
+        heads, memory = options.worker
+        worker(int(heads), float(memory))
         return 0
     rows = []
     for number in options.waves:

@@ -190,40 +190,8 @@ class Glm5NextRecoverSSMCommitContext:
         return CommitTable.create([self])
 
     def prepare(self, num_accepted_tokens: torch.Tensor, rows: "CommitRows") -> None:
-        """Write the plan: what is committed of each row, from which block to which.
-
-        ``num_accepted_tokens`` counts per batch row. Raises ValueError if the parts of ``rows`` do
-        not fit together.
-        """
-        count = rows.state_indices.shape[0]
-        if count > self.plan.shape[0]:
-            raise ValueError("RecoverSSM: more rows to commit than the plan has")
-        if rows.query_start_loc.shape[0] != count + 1:
-            raise ValueError(
-                "RecoverSSM: start locations and state blocks are not of the same rows"
-            )
-        table, computed, block = rows.block_table, rows.num_computed_tokens, rows.mamba_block_size
-        if len({part is None for part in (table, computed, block)}) > 1:
-            raise ValueError("RecoverSSM: align mode wants table, token counts and block size")
-        if block is not None and block < self.spec_query_len:
-            raise ValueError("RecoverSSM: a mamba block must hold a whole window")
-        plan_kernel[(count,)](
-            num_accepted_tokens,
-            rows.request_indices,
-            rows.state_indices,
-            rows.query_start_loc,
-            table,
-            computed,
-            self.plan,
-            block or 1,
-            table.shape[1] if table is not None else 1,
-            num_accepted_tokens.stride(0),
-            rows.state_indices.stride(0),
-            *(table.stride() if table is not None else (0, 0)),
-            computed.stride(0) if computed is not None else 0,
-            Q=self.spec_query_len,
-            num_warps=1,
-        )
+        """Write this group's plan alone; see ``plan_commits``."""
+        plan_commits([self], num_accepted_tokens, [rows])
 
     def commit(
         self,
@@ -263,6 +231,52 @@ class CommitRows:
     block_table: torch.Tensor | None = None
     num_computed_tokens: torch.Tensor | None = None
     mamba_block_size: int | None = None
+
+
+def plan_commits(
+    contexts: Sequence[Glm5NextRecoverSSMCommitContext],
+    num_accepted_tokens: torch.Tensor,
+    rows: Sequence[CommitRows],
+) -> None:
+    """Write a step's plans, in one launch: what each group commits, from which block to which.
+
+    ``num_accepted_tokens`` counts per batch row; ``rows`` of each group differ in their blocks
+    only. Raises ValueError if parts do not fit together.
+    """
+    first, window = rows[0], contexts[0].spec_query_len
+    count = first.state_indices.shape[0]
+    if any(each.state_indices.shape[0] != count for each in rows):
+        raise ValueError("RecoverSSM: the groups of a step have other rows")
+    if any(count > context.plan.shape[0] for context in contexts):
+        raise ValueError("RecoverSSM: more rows to commit than the plan has")
+    if first.query_start_loc.shape[0] != count + 1:
+        raise ValueError("RecoverSSM: start locations and state blocks are not of the same rows")
+    computed, block = first.num_computed_tokens, first.mamba_block_size
+    found = [each.block_table for each in rows]
+    if len({part is None for part in (*found, computed, block)}) > 1:
+        raise ValueError("RecoverSSM: align mode wants table, token counts and block size")
+    if block is not None and block < window:
+        raise ValueError("RecoverSSM: a mamba block must hold a whole window")
+    tables = tuple(table for table in found if table is not None)
+    plan_kernel[(count,)](
+        num_accepted_tokens,
+        first.request_indices,
+        first.query_start_loc,
+        computed,
+        tuple(each.state_indices for each in rows),
+        tables or None,
+        tuple(context.plan for context in contexts),
+        block or 1,
+        min(table.shape[1] for table in tables) if tables else 1,
+        num_accepted_tokens.stride(0),
+        computed.stride(0) if computed is not None else 0,
+        tuple(each.state_indices.stride(0) for each in rows),
+        tuple(table.stride(0) for table in tables) or None,
+        tuple(table.stride(1) for table in tables) or None,
+        GROUPS=len(rows),
+        Q=window,
+        num_warps=1,
+    )
 
 
 def _check_alike(what: str, tensors: Sequence[torch.Tensor]) -> None:

@@ -24,6 +24,7 @@ from vllm.models.glm5next.common.recoverssm_commit import (
 from vllm.models.glm5next.common.recoverssm_metadata import (
     Glm5NextRecoverSSMMetadata,
     Glm5NextRecoverSSMState,
+    plan_step,
 )
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backends.recoverssm_metadata import RecoverSSMPostprocessMetadata
@@ -69,22 +70,11 @@ class GroupLedger:
     due: torch.Tensor
 
     @classmethod
-    def create(cls, slots: int, device: torch.device) -> GroupLedger:
-        """Return a group's ledger of ``slots`` slots, with nothing pending."""
-        due = torch.zeros((rows_by_slot(slots), 5), dtype=torch.int32, device=device)
-        ledger = Ledger.create(slots, HALVES, device)
-        return cls(replace(ledger, due=Commits(*due.unbind(1))), due)
-
-    def settle(
-        self,
-        context: Glm5NextRecoverSSMCommitContext,
-        slots: torch.Tensor,
-        pending: torch.Tensor,
-        rows: int,
-        eager: torch.Tensor | None,
-    ) -> None:
-        """Keep what the context's plan says of its first ``rows`` rows; see ``Ledger.settle``."""
-        self.ledger.settle(slots, pending, Commits(*context.plan[:rows].unbind(1)), eager)
+    def create(cls, slots: int, turn: torch.Tensor) -> GroupLedger:
+        """Return a group's ledger of ``slots`` slots, with nothing pending; see ``Ledger``."""
+        due = torch.zeros((rows_by_slot(slots), 5), dtype=torch.int32, device=turn.device)
+        ledger = Ledger.create(slots, HALVES, turn.device)
+        return cls(replace(ledger, turn=turn, due=Commits(*due.unbind(1))), due)
 
     def fold(
         self,
@@ -221,15 +211,17 @@ def defer_groups(
     ``table`` and ``due`` hold the layers of the same groups. The rest's tokens become pending.
     """
     rows = step[0].num_spec_decodes
-    for metadata in step:
-        metadata.prepare_commit(num_accepted_tokens)
+    plan_step(step, table, num_accepted_tokens)
     table.compact(rows)
-    for metadata in step:
+    for number, metadata in enumerate(step):
         assert isinstance(metadata, Glm5NextDeferredMetadata)
         assert metadata.deferred is not None and metadata.recoverssm_context is not None
         this, eager = metadata.deferred, metadata.deferred.eager
+        if number and eager is None:
+            break  # counts and turns are those of all groups
+        commits = Commits(*metadata.recoverssm_context.plan[:rows].unbind(1))
         mask = None if eager is None else eager.mask
-        this.group.settle(metadata.recoverssm_context, this.slots, this.pending, rows, mask)
+        this.group.ledger.settle(this.slots, this.pending, commits, mask, advance=not number)
     if eager is not None:
         # A slot has had as many verifies in every group, so that its record row is the same.
         written = this.group.ledger.write_rows[eager.rows]
@@ -240,17 +232,21 @@ class Glm5NextDeferredState(Glm5NextRecoverSSMState):
     """The runner's hook, and what all KV-cache groups share.
 
     ``pending`` int32 [slots]: the accepted tokens of a slot's last verify that its checkpoint does
-    not hold yet. ``slots`` int32 [slots]: each batch row's slot, or -1; a captured graph reads it.
-    ``owners``: the same of the step's requests, on the host; None if its rows belong to none.
-    ``verified`` bool [slots], on the host: slots that may have tokens pending.
+    not hold yet. ``turn`` int32 [slots]: a slot's settled verifies. ``slots`` int32 [slots]: each
+    batch row's slot, or -1; a captured graph reads it. ``owners``: the same of the step's requests,
+    on the host; None if its rows belong to none. ``verified`` bool [slots], on the host: slots that
+    may have tokens pending. ``owing`` [rows] or None: batch rows whose tokens a step folds first.
     """
 
     def __init__(self, slots: int, device: torch.device) -> None:
         super().__init__()
         self.pending = torch.zeros(slots, dtype=torch.int32, device=device)
+        self.turn = torch.zeros(slots, dtype=torch.int32, device=device)
         self.slots = torch.full((slots,), -1, dtype=torch.int32, device=device)
         self.owners: np.ndarray | None = None
+        self.owing: torch.Tensor | None = None
         self.verified = np.zeros(slots, dtype=bool)
+        self._staged = 0  # rows of ``slots`` that have one
         self._due: tuple[CommitTable, CommitTable] | None = None
 
     def add_request(self, slot: int) -> None:
@@ -263,8 +259,9 @@ class Glm5NextDeferredState(Glm5NextRecoverSSMState):
         count = 0 if slots is None else slots.shape[0]
         if slots is not None:
             self.slots[:count].copy_(slots, non_blocking=True)
-        self.slots[count:].fill_(-1)
-        self.owners = owners
+        if count < self._staged:
+            self.slots[count : self._staged].fill_(-1)
+        self._staged, self.owners, self.owing = count, owners, None
 
     def _commit(
         self,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -16,6 +17,7 @@ from vllm.models.glm5next.common.recoverssm_deferred import (
     Glm5NextDeferredState,
     GroupLedger,
 )
+from vllm.models.glm5next.common.recoverssm_metadata import Glm5NextRecoverSSMMetadata
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
@@ -27,10 +29,9 @@ from vllm_overlay.kda.owners import Owners, is_dummy
 
 
 class Glm5NextDeferredMetadataBuilder(recoverssm.Glm5NextRecoverSSMMetadataBuilder):
-    """The exact form's metadata, with what the deferral of the step's commit needs.
+    """The exact form's metadata, with what the deferral of the step's commit needs."""
 
-    ``shared`` is set by the model state before a first build.
-    """
+    metadata_cls = Glm5NextDeferredMetadata
 
     def __init__(
         self,
@@ -40,45 +41,62 @@ class Glm5NextDeferredMetadataBuilder(recoverssm.Glm5NextRecoverSSMMetadataBuild
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.group = GroupLedger.create(self.max_num_reqs, device)
-        self.shared: Glm5NextDeferredState | None = None
+        self._shared: Glm5NextDeferredState | None = None
+        self._group: GroupLedger | None = None
 
-    def build(  # type: ignore[override]
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        num_accepted_tokens: torch.Tensor | None = None,
-        num_decode_draft_tokens_cpu: torch.Tensor | None = None,
-        fast_build: bool = False,
-    ) -> GDNAttentionMetadata:
-        """As the exact form's; folds at once what is pending of rows that run as prefills."""
-        if num_decode_draft_tokens_cpu is not None:
-            self._fold_prefills(common_attn_metadata, num_decode_draft_tokens_cpu)
-        return super().build(
-            common_prefix_len,
-            common_attn_metadata,
-            num_accepted_tokens,
-            num_decode_draft_tokens_cpu,
-            fast_build,
-        )
+    @property
+    def shared(self) -> Glm5NextDeferredState:
+        assert self._shared is not None, "the model state binds its builders"
+        return self._shared
+
+    @property
+    def group(self) -> GroupLedger:
+        assert self._group is not None, "the model state binds its builders"
+        return self._group
+
+    def bind(self, shared: Glm5NextDeferredState) -> None:
+        """Take what all groups share, before a first build."""
+        if self._shared is not shared:
+            self._shared = shared
+            self._group = GroupLedger.create(self.max_num_reqs, shared.turn)
 
     def fold(self, slots: torch.Tensor, blocks: torch.Tensor) -> None:
         """Fold what is pending of ``slots`` into the states in ``blocks``, both int32 [n]."""
-        assert self.shared is not None
         self.group.fold(self._get_context(), slots, self.shared.pending, blocks)
 
-    def _fold_prefills(self, m: CommonAttentionMetadata, num_draft_tokens: torch.Tensor) -> None:
-        """A prefill reads the checkpoint as it is. Rows of slots that have verified are rare here:
-        a prompt's chunk of one token verifies, and the next one may be longer."""
-        assert self.shared is not None, "the model state binds its builders"
-        owners = self.shared.owners
-        if owners is None:
-            return
-        rest = self._split(m, num_draft_tokens).rest_mask[: len(owners)]
-        rows = (rest & torch.from_numpy(self.shared.verified[owners])).nonzero(as_tuple=True)[0]
-        if len(rows):
-            index = async_tensor_h2d(rows, device=m.query_start_loc.device)
-            self.fold(self.shared.slots[index], self._state_blocks(m)[index])
+    def _split(
+        self, m: CommonAttentionMetadata, num_draft_tokens: torch.Tensor
+    ) -> recoverssm.Split:
+        """As the exact form's; folds at once what is pending of rows that run as prefills.
+
+        A prefill reads the checkpoint as it is. Rows of slots that have verified are rare among
+        them: a prompt's chunk of one token verifies, and the next one may be longer.
+        """
+        split = super()._split(m, num_draft_tokens)
+        shared = self.shared
+        shared.owing = None
+        if shared.owners is not None and split.num_rest:
+            rest = split.rest_mask[: len(shared.owners)]
+            rows = (rest & torch.from_numpy(shared.verified[shared.owners])).nonzero(as_tuple=True)
+            if len(rows[0]):
+                shared.owing = async_tensor_h2d(rows[0], device=m.query_start_loc.device)
+                self._fold_owing(self._state_blocks(m))
+        return split
+
+    def _fold_owing(self, blocks: torch.Tensor) -> None:
+        """Fold what is pending of the step's owing rows; ``blocks`` int32 [batch]."""
+        if self.shared.owing is not None:
+            self.fold(self.shared.slots[self.shared.owing], blocks[self.shared.owing])
+
+    def update_block_table(
+        self,
+        metadata: GDNAttentionMetadata,
+        blk_table: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> GDNAttentionMetadata:
+        """As the exact form's; folds at once what this group owes rows that run as prefills."""
+        self._fold_owing(self._regathered_blocks(blk_table))
+        return super().update_block_table(metadata, blk_table, slot_mapping)
 
     def _metadata(
         self,
@@ -88,10 +106,8 @@ class Glm5NextDeferredMetadataBuilder(recoverssm.Glm5NextRecoverSSMMetadataBuild
         start_loc: torch.Tensor,
         request_indices: torch.Tensor | None,
         **rest: Any,
-    ) -> Glm5NextDeferredMetadata:
-        made = super()._metadata(m, split, blocks, start_loc, request_indices, **rest)
+    ) -> Glm5NextRecoverSSMMetadata:
         shared = self.shared
-        assert shared is not None
         if shared.owners is not None:
             verifying = split.spec_mask[: len(shared.owners)].numpy()
             shared.verified[shared.owners[verifying]] = True
@@ -102,7 +118,17 @@ class Glm5NextDeferredMetadataBuilder(recoverssm.Glm5NextRecoverSSMMetadataBuild
             blocks=blocks[: split.num_spec],
             eager=self._eager(m, split),
         )
-        return Glm5NextDeferredMetadata(**vars(made), deferred=step)
+        return super()._metadata(
+            m, split, blocks, start_loc, request_indices, deferred=step, **rest
+        )
+
+    def _regrouped(
+        self, metadata: Glm5NextRecoverSSMMetadata, own: dict[str, Any]
+    ) -> Glm5NextRecoverSSMMetadata:
+        assert isinstance(metadata, Glm5NextDeferredMetadata) and metadata.deferred is not None
+        blocks = own["recoverssm_commit"].state_indices
+        own["deferred"] = replace(metadata.deferred, group=self.group, blocks=blocks)
+        return super()._regrouped(metadata, own)
 
     def _eager(self, m: CommonAttentionMetadata, split: recoverssm.Split) -> Eager | None:
         """Return the verify rows that this step or the next may bring to a block's end."""
@@ -179,7 +205,7 @@ def model_state_cls() -> type:
             for group in (group for groups in attn_groups for group in groups):
                 builder = group.get_metadata_builder(0)
                 if isinstance(builder, Glm5NextDeferredMetadataBuilder):
-                    builder.shared = self.recoverssm
+                    builder.bind(self.recoverssm)
                     self._builders[group.kv_cache_group_id] = builder
             if for_capture or is_dummy(input_batch):
                 self.recoverssm.stage(None, None)

@@ -109,51 +109,54 @@ def verify_kernel(
 def plan_kernel(
     accepted_ptr,  # [batch]
     request_ptr,  # int32 [rows]: batch row of each verified row; None: the same
-    block_ptr,  # int32 [rows]
     start_loc_ptr,  # int32 [rows + 1]
-    table_ptr,  # int32 [batch, width]; None outside align mode
     computed_ptr,  # tokens before this step [batch]; None outside align mode
-    plan_ptr,  # int32 [rows, 5]
+    block_ptrs,  # a group each: int32 [rows]
+    table_ptrs,  # a group each: int32 [batch, width]; None outside align mode
+    plan_ptrs,  # a group each: int32 [rows, 5]
     block_size,
     table_width,
     stride_accepted,
-    stride_block,
-    stride_table_row,
-    stride_table_col,
     stride_computed,
+    strides_block,
+    strides_table_row,
+    strides_table_col,
+    GROUPS: tl.constexpr,
     Q: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     request = row
     if request_ptr is not None:
         request = tl.load(request_ptr + row).to(tl.int64)
-    source = tl.load(block_ptr + row * stride_block)
     window = tl.load(start_loc_ptr + row + 1) - tl.load(start_loc_ptr + row)
-    length = tl.load(accepted_ptr + request * stride_accepted).to(tl.int32)
-    length = tl.minimum(tl.minimum(tl.maximum(length, 0), window), Q)
-
-    final = source
-    boundary = source * 0
-    boundary_len = source * 0
-    if table_ptr is not None:
+    accepted = tl.load(accepted_ptr + request * stride_accepted).to(tl.int32)
+    accepted = tl.minimum(tl.minimum(tl.maximum(accepted, 0), window), Q)
+    if table_ptrs is not None:
         # The state goes to the block of the last committed token. Where that token fills its
         # block, the next one may not be allocated yet, and the final block is the boundary's.
         computed = tl.load(computed_ptr + request * stride_computed).to(tl.int32)
-        table = table_ptr + request * stride_table_row
-        column = tl.maximum(computed + length - 1, 0) // block_size
+        column = tl.maximum(computed + accepted - 1, 0) // block_size
         column = tl.minimum(column, table_width - 1)
-        final = tl.load(table + column * stride_table_col)
         filled = computed // block_size  # the block that this step may fill
         boundary_len = (filled + 1) * block_size - computed
-        crossed = boundary_len < length
-        boundary = tl.load(table + filled * stride_table_col, mask=crossed, other=0)
-    length = tl.where((source > 0) & (final > 0), length, 0)
-    plan = plan_ptr + row * 5
-    tl.store(plan, length)
-    tl.store(plan + 1, source)
-    tl.store(plan + 2, final)
-    tl.store(plan + 3, boundary)
-    tl.store(plan + 4, boundary_len)
+        crossed = boundary_len < accepted
+
+    for group in tl.static_range(GROUPS):
+        source = tl.load(block_ptrs[group] + row * strides_block[group])
+        plan = plan_ptrs[group] + row * 5
+        if table_ptrs is not None:
+            table = table_ptrs[group] + request * strides_table_row[group]
+            final = tl.load(table + column * strides_table_col[group])
+            boundary = tl.load(table + filled * strides_table_col[group], mask=crossed, other=0)
+            tl.store(plan + 3, boundary)
+            tl.store(plan + 4, boundary_len)
+        else:
+            final = source
+            tl.store(plan + 3, 0)
+            tl.store(plan + 4, 0)
+        tl.store(plan, tl.where((source > 0) & (final > 0), accepted, 0))
+        tl.store(plan + 1, source)
+        tl.store(plan + 2, final)
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from vllm.models.glm5next.common.recoverssm_commit import (
     Glm5NextRecoverSSMCommitContext,
     Records,
     kda_recoverssm_verify,
+    plan_commits,
 )
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 from vllm.v1.attention.backends.recoverssm_metadata import (
@@ -27,12 +28,16 @@ from vllm.v1.worker.gpu.model_states.recoverssm import (
 
 @dataclass
 class Glm5NextRecoverSSMMetadata(GDNAttentionMetadata, RecoverSSMMetadata):
-    """A step in which rows verify; ``num_spec_decodes`` counts them."""
+    """A step in which rows verify; ``num_spec_decodes`` counts them.
+
+    ``rest_indices`` [rows that run as prefills]: their batch rows, if there are any.
+    """
 
     recoverssm_commit: CommitRows | None = None
     recoverssm_context: Glm5NextRecoverSSMCommitContext | None = field(
         default=None, repr=False, compare=False
     )
+    rest_indices: torch.Tensor | None = None
 
     def verify(self, records: Records, **window: Any) -> torch.Tensor:
         """Verify a layer's window: ``kda_recoverssm_verify`` of this step's rows."""
@@ -45,11 +50,6 @@ class Glm5NextRecoverSSMMetadata(GDNAttentionMetadata, RecoverSSMMetadata):
             query_start_loc=self.spec_query_start_loc[: rows + 1],
             state_indices=self.spec_state_indices_tensor[:rows, 0],
         )
-
-    def prepare_commit(self, num_accepted_tokens: torch.Tensor) -> None:
-        """Plan this group's commit; ``num_accepted_tokens`` per batch row."""
-        assert self.recoverssm_commit is not None and self.recoverssm_context is not None
-        self.recoverssm_context.prepare(num_accepted_tokens, self.recoverssm_commit)
 
     def postprocess_metadata(self) -> RecoverSSMPostprocessMetadata | None:
         """What ``record_state_blocks`` needs after the commit; None outside align mode."""
@@ -79,10 +79,19 @@ def commit_groups(
     table: CommitTable,
     num_accepted_tokens: torch.Tensor,
 ) -> None:
-    """Commit one step of the groups whose layers ``table`` holds, in ``len(step) + 2`` launches."""
-    for metadata in step:
-        metadata.prepare_commit(num_accepted_tokens)
+    """Commit one step of the groups whose layers ``table`` holds, in three launches."""
+    plan_step(step, table, num_accepted_tokens)
     table.apply(step[0].num_spec_decodes)
+
+
+def plan_step(
+    step: Sequence[Glm5NextRecoverSSMMetadata],
+    table: CommitTable,
+    num_accepted_tokens: torch.Tensor,
+) -> None:
+    """Plan the commit of a step's groups; ``num_accepted_tokens`` per batch row."""
+    rows = [metadata.recoverssm_commit for metadata in step]
+    plan_commits(table.contexts, num_accepted_tokens, [each for each in rows if each is not None])
 
 
 def record_state_blocks(

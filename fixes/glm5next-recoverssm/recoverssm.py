@@ -7,7 +7,7 @@ accepted tokens. Source: the RecoverSSM fix of the public GLM-5.3-Flash recipes,
 vLLM 0.33.0.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -90,26 +90,31 @@ class Split:
     spec_mask: torch.Tensor  # bool [batch], on the CPU
     rest_mask: torch.Tensor  # bool [batch], on the CPU: active rows that do not verify
     query_lens: torch.Tensor  # [batch], on the CPU
+    num_spec: int
+    num_rest: int
+    num_rest_tokens: int
 
-    @property
-    def num_spec(self) -> int:
-        return int(self.spec_mask.sum())
-
-    @property
-    def num_rest(self) -> int:
-        return int(self.rest_mask.sum())
-
-    @property
-    def num_rest_tokens(self) -> int:
-        return int(self.query_lens[self.rest_mask].sum())
+    @classmethod
+    def of(cls, verifies: torch.Tensor, query_lens: torch.Tensor, longest: int) -> "Split":
+        """``verifies`` bool [batch], of rows with up to ``longest`` tokens; both on the CPU."""
+        active = query_lens > 0
+        # A dummy row may be longer than the records are: it runs as a prefill.
+        spec_mask = verifies & active & (query_lens <= longest)
+        rest_mask = active & ~spec_mask
+        num_spec, num_rest = int(spec_mask.sum()), int(rest_mask.sum())
+        tokens = int(query_lens[rest_mask].sum()) if num_rest else 0
+        return cls(spec_mask, rest_mask, query_lens, num_spec, num_rest, tokens)
 
 
 class Glm5NextRecoverSSMMetadataBuilder(GDNAttentionMetadataBuilder):
     """GDN metadata with one state slot a verifying row.
 
     Every running decode row verifies, with drafts or without: so its convolution window is always
-    where the last commit left it. A step without such rows is the GDN builder's.
+    where the last commit left it. A step without such rows is the GDN builder's. One builder
+    describes a step; those of the other KV-cache groups put their own blocks into what it made.
     """
+
+    metadata_cls: type[Glm5NextRecoverSSMMetadata] = Glm5NextRecoverSSMMetadata
 
     # The V2 runner computes the aligned indices for builders that have this attribute.
     mamba_aligned_state_indices: torch.Tensor | None = None
@@ -123,6 +128,7 @@ class Glm5NextRecoverSSMMetadataBuilder(GDNAttentionMetadataBuilder):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         check_config(vllm_config)
+        self.supports_update_block_table = True
         self.spec_query_len = self.num_spec + 1
         self.max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         rows = max(self.decode_cudagraph_max_bs, self.max_num_reqs)
@@ -145,13 +151,10 @@ class Glm5NextRecoverSSMMetadataBuilder(GDNAttentionMetadataBuilder):
         return context
 
     def _split(self, m: CommonAttentionMetadata, num_draft_tokens: torch.Tensor) -> Split:
-        query_lens = m.query_start_loc_cpu.diff()
-        mask = num_draft_tokens >= 0
+        verifies = num_draft_tokens >= 0
         if m.is_prefilling is not None:
-            mask |= ~m.is_prefilling
-        # A dummy row may be longer than the records are: it runs as a prefill.
-        mask &= (query_lens > 0) & (query_lens <= self.spec_query_len)
-        return Split(mask, ~mask & (query_lens > 0), query_lens)
+            verifies |= ~m.is_prefilling
+        return Split.of(verifies, m.query_start_loc_cpu.diff(), self.spec_query_len)
 
     def _state_blocks(self, m: CommonAttentionMetadata) -> torch.Tensor:
         """Return each row's state block: int32 [batch]."""
@@ -161,6 +164,13 @@ class Glm5NextRecoverSSMMetadataBuilder(GDNAttentionMetadataBuilder):
         return mamba_get_block_table_tensor(
             m.block_table_tensor, m.seq_lens, self.kv_cache_spec, mode
         )[:, 0]
+
+    def _regathered_blocks(self, block_table: torch.Tensor) -> torch.Tensor:
+        """Return each row's state block in this group of a step that another has described."""
+        if self.vllm_config.cache_config.mamba_cache_mode == "align":
+            assert self.mamba_aligned_state_indices is not None
+            return self.mamba_aligned_state_indices[:, 0]
+        return block_table[:, 0]
 
     def build(  # type: ignore[override]
         self,
@@ -179,20 +189,66 @@ class Glm5NextRecoverSSMMetadataBuilder(GDNAttentionMetadataBuilder):
             return super().build(common_prefix_len, m, num_accepted_tokens, None, fast_build)
         return self._build_mixed(m, split) if split.num_rest else self._build_uniform(m, split)
 
+    def update_block_table(
+        self,
+        metadata: GDNAttentionMetadata,
+        blk_table: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> GDNAttentionMetadata:
+        """Return a step's metadata, as another group's builder made it, with this group's blocks.
+
+        ``blk_table`` int32 [batch, columns]; ``slot_mapping`` has no part in it.
+        """
+        if not isinstance(metadata, Glm5NextRecoverSSMMetadata):
+            return super().update_block_table(metadata, blk_table, slot_mapping)
+        blocks, commit = self._regathered_blocks(blk_table), metadata.recoverssm_commit
+        assert commit is not None and metadata.spec_state_indices_tensor is not None
+        own: dict[str, Any] = {}
+        rows, rest = metadata.num_spec_decodes, metadata.rest_indices
+        if rest is None:
+            batch = metadata.spec_state_indices_tensor.shape[0]
+            blocks = self._stage_blocks(blocks[:rows], batch, metadata.num_spec_decode_tokens)
+        else:
+            own["non_spec_state_indices_tensor"] = blocks[rest]
+            blocks = blocks[commit.request_indices]
+            if metadata.checkpoint is not None:
+                own["checkpoint"] = metadata.checkpoint.regather_state_indices(blk_table)
+        table = None if commit.block_table is None else blk_table
+        own["recoverssm_commit"] = replace(commit, state_indices=blocks[:rows], block_table=table)
+        own["recoverssm_context"] = self._get_context()
+        own["spec_state_indices_tensor"] = blocks.unsqueeze(1)
+        return self._regrouped(metadata, own)
+
+    def _regrouped(
+        self, metadata: Glm5NextRecoverSSMMetadata, own: dict[str, Any]
+    ) -> Glm5NextRecoverSSMMetadata:
+        """Return a step's metadata with what this group has of its ``own``."""
+        return replace(metadata, **own)
+
+    def _stage_blocks(self, blocks: torch.Tensor, batch: int, tokens: int) -> torch.Tensor:
+        """Return the blocks, of ``batch`` rows in a graph's buffer if the step may be replayed.
+
+        The rows above those of ``blocks`` pad the graph, and have the null block.
+        """
+        if not self._stage_spec_decode(0, 0, batch, tokens):
+            return blocks
+        rows = blocks.shape[0]
+        self.rs_state_indices[:rows].copy_(blocks, non_blocking=True)
+        if rows < batch:
+            self.rs_state_indices[rows:batch].fill_(NULL_BLOCK_ID)
+        return self.rs_state_indices[:batch]
+
     def _build_uniform(
         self, m: CommonAttentionMetadata, split: Split
     ) -> Glm5NextRecoverSSMMetadata:
         """All active rows verify; rows that pad a CUDA graph come after them."""
-        rows = split.num_spec
-        blocks = self._state_blocks(m)[:rows]
+        rows, tokens = split.num_spec, int(m.query_start_loc_cpu[-1])
+        blocks = self._stage_blocks(self._state_blocks(m)[:rows], m.num_reqs, tokens)
         start_loc = m.query_start_loc[: rows + 1]
-        num_tokens = int(m.query_start_loc_cpu[-1])
-        if self._stage_spec_decode(0, 0, m.num_reqs, num_tokens):
-            self.rs_state_indices[:rows].copy_(blocks, non_blocking=True)
-            self.rs_state_indices[rows : m.num_reqs].fill_(NULL_BLOCK_ID)
+        if self._stage_spec_decode(0, 0, m.num_reqs, tokens):
             self.spec_query_start_loc[: rows + 1].copy_(start_loc, non_blocking=True)
-            self.spec_query_start_loc[rows + 1 : m.num_reqs + 1].fill_(start_loc[-1])
-            blocks = self.rs_state_indices[: m.num_reqs]
+            if rows < m.num_reqs:
+                self.spec_query_start_loc[rows + 1 : m.num_reqs + 1].fill_(start_loc[-1])
             start_loc = self.spec_query_start_loc[: m.num_reqs + 1]
         return self._metadata(m, split, blocks, start_loc, None)
 
@@ -230,6 +286,7 @@ class Glm5NextRecoverSSMMetadataBuilder(GDNAttentionMetadataBuilder):
             batch_ptr=batch_ptr,
             token_chunk_offset_ptr=token_chunk_offset_ptr,
             checkpoint=self.checkpoint_builder.build(m, rest_rows.tolist()),
+            rest_indices=rest_index,
         )
 
     def _metadata(
@@ -247,7 +304,7 @@ class Glm5NextRecoverSSMMetadataBuilder(GDNAttentionMetadataBuilder):
             align["num_computed_tokens"] = m.compute_num_computed_tokens()
             align["mamba_block_size"] = self.kv_cache_spec.block_size
         rows = split.num_spec
-        return Glm5NextRecoverSSMMetadata(
+        return self.metadata_cls(
             num_prefills=split.num_rest,
             num_prefill_tokens=split.num_rest_tokens,
             num_decodes=0,

@@ -28,6 +28,8 @@ def counters(mutant: str) -> dict[str, Any]:
             recoverssm_deferred,
             recoverssm_metadata,
         )
+
+        from vllm_overlay.kda import folds
     except ImportError:
         return {}
     counted: dict[str, Any] = {"verifies": 0, "commits": 0, "committed": 0}
@@ -35,11 +37,9 @@ def counters(mutant: str) -> dict[str, Any]:
     metadata: type = recoverssm_metadata.Glm5NextRecoverSSMMetadata
     if counted["deferred"]:
         metadata = recoverssm_deferred.Glm5NextDeferredMetadata
-    table, context = (
-        recoverssm_commit.CommitTable,
-        recoverssm_commit.Glm5NextRecoverSSMCommitContext,
-    )
-    verify, compact, prepare = metadata.verify, table.compact, context.prepare
+    table = recoverssm_commit.CommitTable
+    verify, compact = metadata.verify, table.compact
+    plan_commits = recoverssm_metadata.plan_commits
 
     def counted_verify(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         counted["verifies"] += 1
@@ -51,16 +51,16 @@ def counters(mutant: str) -> dict[str, Any]:
         if mutant != "uncommitted":
             compact(self, rows)
 
-    def short_prepare(self: Any, accepted: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        prepare(self, (accepted - 1).clamp(min=1), *args, **kwargs)
+    def short_plan(contexts: Any, accepted: torch.Tensor, rows: Any) -> None:
+        plan_commits(contexts, (accepted - 1).clamp(min=1), rows)
 
     metadata.verify = counted_verify
     table.compact = counted_compact
     if mutant == "uncommitted":
         table.fold = lambda self, *args: None
-        recoverssm_deferred.GroupLedger.settle = lambda self, *args: None
+        folds.Ledger.settle = lambda self, *args, **kwargs: None
     if mutant == "short":
-        context.prepare = short_prepare
+        recoverssm_metadata.plan_commits = short_plan
     return counted
 
 

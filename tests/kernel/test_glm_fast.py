@@ -33,6 +33,7 @@ MUTANTS = [
     "mutant_old_count_kept",
     "mutant_nothing_eager",
     "mutant_warm_ups_own_slots",
+    "mutant_blocks_of_the_first_group",
 ]
 
 

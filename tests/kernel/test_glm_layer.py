@@ -68,6 +68,12 @@ def test_the_builder_sends_each_row_the_right_way(runs: dict[str, dict[str, Any]
     assert found["aligned"] == [7, 8]
 
 
+def test_other_groups_put_their_blocks_into_what_one_has_built(
+    runs: dict[str, dict[str, Any]],
+) -> None:
+    assert runs["builder"]["other groups"] == {"padded": [], "mixed": [], "prefills": []}
+
+
 def test_a_commit_never_writes_to_a_cache_that_is_gone(runs: dict[str, dict[str, Any]]) -> None:
     assert runs["builder"]["context kept"] and runs["builder"]["context of a new cache"]
 

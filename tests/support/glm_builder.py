@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -24,6 +25,39 @@ def shown(metadata: Any) -> dict[str, Any]:
         "start": None if blocks is None else metadata.spec_query_start_loc.tolist(),
         "commits": None if commit is None else commit.state_indices.tolist(),
     }
+
+
+def regathered(engine: Engine, rows: list[Row]) -> list[str]:
+    """Return what differs between a group's metadata that is built, and made of another's."""
+    first, known = engine.metadata(rows), (engine.table, engine.builder)
+    spec, names, config = (
+        engine.builder.kv_cache_spec,
+        engine.builder.layer_names,
+        engine.builder.vllm_config,
+    )
+    alone, other = (type(known[1])(spec, names, config, torch.device("cpu")) for _ in range(2))
+    engine.table, engine.builder = engine.table.flip(0), alone
+    want, table = engine.metadata(rows), engine.table
+    engine.table, engine.builder = known
+    assert not same(first, want)
+    got = other.update_block_table(first, table[[row.request for row in rows]], None)
+    context = getattr(got, "recoverssm_context", None)
+    assert context is None or context is other._get_context()
+    return [name for name in vars(want) if not same(getattr(want, name), getattr(got, name))]
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if type(one) is not type(other):
+        return False
+    if dataclasses.is_dataclass(one):
+        return all(same(getattr(one, name), getattr(other, name)) for name in vars(one))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
 
 
 def refusals() -> dict[str, str]:
@@ -73,6 +107,11 @@ def main() -> None:
         "padded": shown(engine.metadata([Row(0, 4, 1), Row(2, 2, 1), Row(1, 0), Row(3, 0)])),
         "mixed": shown(engine.metadata([Row(3, 5), Row(1, 3, 1)])),
         "one prompt token": shown(engine.metadata([Row(3, 1)])),
+    }
+    found["other groups"] = {
+        "padded": regathered(engine, [Row(0, 4, 1), Row(2, 2, 1), Row(1, 0)]),
+        "mixed": regathered(engine, [Row(3, 5), Row(1, 3, 1), Row(0, 2)]),
+        "prefills": regathered(engine, [Row(3, 5), Row(1, 3)]),
     }
     first = engine.builder._get_context()
     found["context kept"] = engine.builder._get_context() is first

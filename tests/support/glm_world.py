@@ -96,12 +96,12 @@ class GlmWorld(World):
         return out[:, : metadata.num_spec_decode_tokens]
 
     def flush(self, slots: list[int], blocks: list[int]) -> None:
-        for (group,) in self.attn_groups:
-            rows = (
-                torch.tensor(each, dtype=torch.int32, device=self.table.device)
-                for each in (slots, blocks)
-            )
-            group.get_metadata_builder(0).fold(*rows)
+        rows, firsts = (
+            torch.tensor(each, dtype=torch.int32, device=self.table.device)
+            for each in (slots, blocks)
+        )
+        for number, (group,) in enumerate(self.attn_groups):
+            group.get_metadata_builder(0).fold(rows, self.ids(number, firsts))
 
     def records(self, layer: Any) -> list[torch.Tensor]:
         records = layer.recoverssm_records

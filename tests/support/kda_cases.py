@@ -162,17 +162,22 @@ def groups_commit_together(size: Size) -> None:
         start = torch.arange(0, 4 * rows + 1, 4, dtype=torch.int32, device=size.device)
         accepted = torch.arange(rows, dtype=torch.int32, device=size.device) % 4 + 1
         zeros = torch.zeros(rows, dtype=torch.int32, device=size.device)
+        # The groups' blocks lie in tables of other widths.
+        rigs[1].table = torch.cat([rigs[1].table, rigs[1].table[:, :1]], 1)
+        verified = []
         for rig in rigs:
             torch.manual_seed(3)
-            rig.verify_all(start, rig.table[:, 0])
             blocks = rig.table[:, 0]
-            verified = recoverssm_commit.CommitRows(blocks, start, None, rig.table, zeros, 8)
-            rig.context.prepare(accepted, verified)
+            rig.verify_all(start, blocks)
+            verified.append(recoverssm_commit.CommitRows(blocks, start, None, rig.table, zeros, 8))
+        contexts = [rig.context for rig in rigs]
         if together:
-            recoverssm_commit.CommitTable.create([rig.context for rig in rigs]).apply(rows)
+            recoverssm_commit.plan_commits(contexts, accepted, verified)
+            recoverssm_commit.CommitTable.create(contexts).apply(rows)
         else:
-            for rig in rigs:
-                rig.context.table.apply(rows)
+            for context, each in zip(contexts, verified, strict=True):
+                context.prepare(accepted, each)
+                context.table.apply(rows)
         pairs.append([rig.ours[0].pages.clone() for rig in rigs])
     for apart, joined in zip(*pairs, strict=True):
         assert torch.equal(apart, joined)

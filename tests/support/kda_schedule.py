@@ -324,15 +324,16 @@ class Schedule:
     def prefill(self, world: World, request: Request, row: Row) -> None:
         """Leave a state where a prefill would: at each boundary and at the end of its chunk."""
         end = row.computed + row.query
-        block = self.sizes.block
+        size = self.sizes.block
         marks = {end}
         if self.sizes.mode == "align":
-            marks |= {mark for mark in range(block, end, block) if mark > row.computed}
+            marks |= {mark for mark in range(size, end, size) if mark > row.computed}
         for mark in marks:
-            column = (mark - 1) // block if self.sizes.mode == "align" else 0
+            column = (mark - 1) // size if self.sizes.mode == "align" else 0
             for number, layer in enumerate(world.all_layers):
                 make = torch.Generator().manual_seed(hash((request.name, mark, number)))
-                conv, state = (cache[request.columns[column]] for cache in layer.kv_cache)
+                block = world.at(number, request.columns[column])
+                conv, state = (cache[block] for cache in layer.kv_cache)
                 history = torch.randn((CONV - 1, conv.shape[1]), generator=make)
                 conv[: CONV - 1].copy_(history)
                 state.copy_(torch.randn(state.shape, generator=make))
@@ -365,10 +366,12 @@ class Schedule:
 
     def compare_block(self, block: int, what: str) -> None:
         for comparison, world in zip(self.comparisons, self.worlds[1:], strict=True):
-            for layer, stock in zip(world.all_layers, self.worlds[0].all_layers, strict=True):
-                history = [each.kv_cache[0][block, : CONV - 1] for each in (stock, layer)]
+            pairs = zip(self.worlds[0].all_layers, world.all_layers, strict=True)
+            for number, pair in enumerate(pairs):
+                at = world.at(number, block)
+                history = [layer.kv_cache[0][at, : CONV - 1] for layer in pair]
                 assert torch.equal(*history), f"{what}: another convolution state"
-                want, got = (each.kv_cache[1][block].float() for each in (stock, layer))
+                want, got = (layer.kv_cache[1][at].float() for layer in pair)
                 comparison.close(want, got, what)
 
 

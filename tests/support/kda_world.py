@@ -104,7 +104,7 @@ class Copies:
         column = ((seq_lens[:num_reqs].long() - 1) // w.sizes.block).clamp(min=0)
         index = w.input_table[:num_reqs].gather(1, column[:, None]).int()
         w.aligned[:num_reqs].copy_(index)
-        return w.aligned[:num_reqs].expand(w.sizes.groups, num_reqs, 1)
+        return torch.stack([w.ids(group, w.aligned[:num_reqs]) for group in range(w.sizes.groups)])
 
     def run_fused_precopy(
         self,
@@ -121,9 +121,9 @@ class Copies:
                 continue
             assert int(src_off[slot]) == 0  # RecoverSSM commits: nothing is left to skip
             old, new = int(w.table[slot, source]), int(w.table[slot, target])
-            for layer in w.all_layers:
+            for number, layer in enumerate(w.all_layers):
                 for cache in layer.kv_cache:
-                    cache[new] = cache[old]
+                    cache[w.at(number, new)] = cache[w.at(number, old)]
 
     def run_fused_postprocess_align(
         self,
@@ -176,7 +176,8 @@ def config(sizes: Sizes) -> Any:
 class World:
     """One model with KDA layers and its runner's state; a subclass says which model.
 
-    ``all_layers`` have ``kv_cache`` (convolution [blocks, columns, channels], state).
+    ``all_layers`` have ``kv_cache`` (convolution [blocks, columns, channels], state). ``table``
+    holds the first group's blocks; each other one has its own, see ``ids``.
     """
 
     def __init__(self, sizes: Sizes, seed: int = 0) -> None:
@@ -204,6 +205,17 @@ class World:
         self.attn_groups = [self._group(g) for g in range(s.groups)]
         self.kv_config = SimpleNamespace(kv_cache_groups=[None] * s.groups)
         self.state = self.model_state(device)
+
+    def ids(self, group: int, blocks: torch.Tensor) -> torch.Tensor:
+        """Return a group's blocks for the first group's. The lowest ones, which warm-ups use and
+        tests name, are the same in all groups, and so is the null block."""
+        own = 1 + self.sizes.slots
+        turned = own + (blocks - own + 7 * group) % (self.sizes.blocks - own)
+        return torch.where(blocks < own, blocks, turned)
+
+    def at(self, layer: int, block: int) -> int:
+        """Return what the first group's block is for a layer, by its place in ``all_layers``."""
+        return int(self.ids(layer // self.sizes.layers, torch.tensor(block)))
 
     # --- which model it is
 
@@ -322,7 +334,8 @@ class World:
 
     def prepare(self, batch: Any, *, full: bool = False, for_capture: bool = False) -> Any:
         """Run the model state's ``prepare_attn``; return the metadata by layer name."""
-        tables = [self.input_table[: batch.num_reqs_after_padding]] * self.sizes.groups
+        table = self.input_table[: batch.num_reqs_after_padding]
+        tables = [self.ids(group, table) for group in range(self.sizes.groups)]
         if self.sizes.mode == "none":
             tables = [table[:, :1] for table in tables]
         return self.state.prepare_attn(

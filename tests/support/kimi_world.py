@@ -110,7 +110,8 @@ class KimiWorld(World):
 
     def flush(self, slots: list[int], blocks: list[int]) -> None:
         device = self.table.device
-        for groups in self.attn_groups:
+        firsts = torch.tensor(blocks, dtype=torch.int32, device=device)
+        for number, groups in enumerate(self.attn_groups):
             context = groups[0].get_metadata_builder(0).recoverssm_context
             if context is None:
                 continue
@@ -119,7 +120,7 @@ class KimiWorld(World):
                 pending=self.state.recoverssm.pending,
                 eager=None,
                 context=context,
-                state_indices=torch.tensor(blocks, dtype=torch.int32, device=device),
+                state_indices=self.ids(number, firsts),
             ).flush()
 
     def records(self, layer: Any) -> list[torch.Tensor]:

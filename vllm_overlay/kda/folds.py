@@ -84,10 +84,12 @@ def settle_kernel(
     stride_sources,
     stride_due,
     HALVES: tl.constexpr,
+    ADVANCE: tl.constexpr,
 ):
     """Per verify row: its accepted tokens become pending, or due at once if the row is eager.
 
-    Sets the count also to 0: an older count would be folded a second time.
+    Sets the count also to 0: an older count would be folded a second time. Without ``ADVANCE`` the
+    slot has turned, and its count is set: only what is due remains to be said.
     """
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row).to(tl.int32)
@@ -95,8 +97,10 @@ def settle_kernel(
         return
     at = row * stride_commit
     accepted = tl.load(lens_ptr + at)
-    turn = tl.load(turn_ptr + slot) + 1
-    tl.store(turn_ptr + slot, turn)
+    turn = tl.load(turn_ptr + slot)
+    if ADVANCE:
+        turn += 1
+        tl.store(turn_ptr + slot, turn)
     kept = accepted
     if eager_ptr is not None:
         eager = tl.load(eager_ptr + row) != 0
@@ -108,7 +112,8 @@ def settle_kernel(
         tl.store(due_finals_ptr + due, tl.load(finals_ptr + at), mask=eager)
         tl.store(due_boundaries_ptr + due, tl.load(boundaries_ptr + at), mask=eager)
         tl.store(due_boundary_lens_ptr + due, tl.load(boundary_lens_ptr + at), mask=eager)
-    tl.store(pending_ptr + slot, kept)
+    if ADVANCE:
+        tl.store(pending_ptr + slot, kept)
 
 
 @dataclass(frozen=True)
@@ -202,12 +207,21 @@ class Ledger:
         )
         return self.folds
 
-    def settle(self, rows: Tensor, pending: Tensor, commits: Commits, eager: Tensor | None) -> None:
+    def settle(
+        self,
+        rows: Tensor,
+        pending: Tensor,
+        commits: Commits,
+        eager: Tensor | None,
+        *,
+        advance: bool = True,
+    ) -> None:
         """Keep what verify rows have accepted: pending, or due at once where the row is eager.
 
         ``rows`` and ``pending`` as in ``plan``; ``pending`` is set, also to 0. ``commits`` by
         verify row, as many as ``commits.sources`` has; ``eager`` int32 [rows] or None: not 0
-        where the tokens are due now.
+        where the tokens are due now. Without ``advance`` another ledger with the same ``turn`` has
+        settled the step, and only what is due is filed.
         """
         due = self.due
         if eager is not None:
@@ -232,5 +246,6 @@ class Ledger:
             commits.sources.stride(0),
             due.lens.stride(0),
             HALVES=self.halves,
+            ADVANCE=advance,
             num_warps=1,
         )
