@@ -125,8 +125,13 @@ def test_drafts_are_verified_and_committed(
     on = results[f"{name}-{side}"]
     counted, metrics = on["counted"], on["metrics"]
     assert counted["deferred"] is (side == "fast")
-    wanted = {"kernel": native.form("cuda")} if side == "fast" else None
-    assert on["notes"].get(FIX) == wanted
+    notes = on["notes"].get(FIX, {})
+    if side == "on":
+        assert not notes
+    elif SETTINGS[name].get("heads", 4) % 8:  # projections in which tokens begin anywhere
+        assert notes["kernel where unfit"].startswith("triton: no kernel in kda_step.so for q ")
+    else:
+        assert notes == {"kernel": native.form("cuda")}
     accepted = metrics["vllm:spec_decode_num_accepted_tokens"]
     drafts = metrics["vllm:spec_decode_num_drafts"]
     assert counted["verifies"] and counted["commits"] and drafts > 0

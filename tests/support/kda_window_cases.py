@@ -67,18 +67,20 @@ def the_library_comes_first() -> None:
     trial = Trial(Shape(2, False, None), seed=1)
     operands = (trial.window, trial.state, trial.records, trial.out)
     asked: list[Any] = []
-    taken: list[bool] = [True, False]
+    misfits = ["", "a reason"]
 
-    def takes(window: Any, *operands: Any) -> bool:
+    def misfit(window: Any, *operands: Any) -> str:
         asked.append(window)
-        return taken[len(asked) - 1]
+        return misfits[len(asked) - 1]
 
-    library = SimpleNamespace(takes=takes, fold_verify=FORMS["chunk"], path=Path("kda_step.so"))
+    library = SimpleNamespace(misfit=misfit, fold_verify=FORMS["chunk"], path=Path("kda_step.so"))
     known = native.library
     native.library = lambda device: library  # type: ignore[assignment]
     try:
         assert verify.form_for(*operands)[0] is FORMS["chunk"]
-        assert verify.form_for(*operands)[0] is FORMS["sequential"]
+        form, key, why = verify.form_for(*operands)
+        assert form is FORMS["sequential"] and key == "kernel where unfit"
+        assert why == "triton: no kernel in kda_step.so for a reason"
     finally:
         native.library = known
     assert asked == [trial.window, trial.window]

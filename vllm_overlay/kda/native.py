@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -51,32 +52,33 @@ class Native:
     arch: str
     handle: ctypes.CDLL = field(repr=False, compare=False)
 
-    def takes(self, window: Any, state: Any, records: Any, out: Any) -> bool:
-        """Tell whether the library has a kernel for such operands, which ``verify`` has checked.
+    def misfit(self, window: Any, state: Any, records: Any, out: Any) -> str:
+        """Return why the library has no kernel for such operands, which ``verify`` has checked.
 
-        Heads of 128, at most 8 tokens a window, bf16 activations, parts that begin at multiples of
-        16 bytes, as what copies them in the background wants, and a GPU with room for a block.
+        It has one, and returns nothing, for heads of 128, at most 8 tokens a window, bf16
+        activations, parts that begin at multiples of 16 bytes, as what copies them in the
+        background wants, and a GPU with room for a block.
         """
         import torch
 
         if (window.key_size, window.value_size) != (SIZE, SIZE) or window.size > WINDOW:
-            return False
-        activations = (window.q, window.k, window.v, window.gate)
-        if any(x.dtype != torch.bfloat16 for x in (*activations, window.beta)):
-            return False
-        if out.dtype not in (torch.bfloat16, torch.float32):
-            return False
-        if state.dtype not in (torch.bfloat16, torch.float32):
-            return False
+            return f"heads of {window.key_size} and {window.value_size}, windows of {window.size}"
+        activations = {name: getattr(window, name) for name in ("q", "k", "v", "gate")}
+        for name, x in (activations | {"beta": window.beta}).items():
+            if x.dtype != torch.bfloat16:
+                return f"{name} of {x.dtype}"
+        for name, x in {"out": out, "state": state}.items():
+            if x.dtype not in (torch.bfloat16, torch.float32):
+                return f"{name} of {x.dtype}"
         limit = torch.cuda.get_device_properties(window.q.device).shared_memory_per_block_optin
         if self.handle.kda_step_shared_bytes(state.dtype == torch.bfloat16) > limit:
-            return False
-        kept = (records.corrections, records.keys, records.gates)
-        return (
-            all(_aligned(x, 1) for x in (*activations, out))
-            and all(_aligned(x, 0, 1, 2) for x in kept)
-            and _aligned(state, 0)
-        )
+            return f"a state of {state.dtype} with {limit} bytes of shared memory"
+        kept = {f"the records' {x}": getattr(records, x) for x in ("corrections", "keys", "gates")}
+        for name, x in {**activations, "out": out, "state": state, **kept}.items():
+            axes = slice(0, 3) if name in kept else slice(0, 1) if x is state else slice(1, 2)
+            if not _aligned(x, x.stride()[axes]):
+                return f"{name} where not each part begins at a multiple of 16 bytes"
+        return ""
 
     def fold_verify(
         self,
@@ -88,7 +90,7 @@ class Native:
         folds: Any,
         out: Any,
     ) -> Any:
-        """Fold and verify as ``verify.fold_verify`` does; the operands are some it ``takes``.
+        """Fold and verify as ``verify.fold_verify`` does; the operands are no ``misfit``.
 
         Raises RuntimeError if CUDA does not launch the kernel.
         """
@@ -105,9 +107,9 @@ class Native:
         return out
 
 
-def _aligned(x: Any, *axes: int) -> bool:
-    size = x.element_size()
-    return x.data_ptr() % 16 == 0 and all(x.stride(axis) * size % 16 == 0 for axis in axes)
+def _aligned(x: Any, steps: Sequence[int]) -> bool:
+    """Tell whether parts of a tensor, these numbers of elements apart, lie at multiples of 16."""
+    return x.data_ptr() % 16 == 0 and all(step * x.element_size() % 16 == 0 for step in steps)
 
 
 def _arguments(

@@ -24,19 +24,23 @@ def triton_form(rows: int, heads: int) -> Verify:
     return verify_chunk if rows * heads >= CHUNK_FROM else verify_sequential
 
 
-def form_for(window: Window, state: Tensor, records: Records, out: Tensor) -> tuple[Verify, str]:
-    """Return the CUDA library's verify if there is one for such operands, else a Triton one; and
-    what that is, for a receipt: ``cuda sm_90 0123456789ab``, or ``triton: why``."""
+def form_for(
+    window: Window, state: Tensor, records: Records, out: Tensor
+) -> tuple[Verify, str, str]:
+    """Return the CUDA library's verify if there is one for such operands, else a Triton one.
+
+    With it what a receipt says: ``kernel``, and ``cuda sm_90 0123456789ab`` or ``triton: why``. Of
+    operands that the library has no kernel for, ``kernel where unfit``: others may come.
+    """
     device = window.q.device
     library, form = native.library(device), native.form(device)
     if library is None:
-        return triton_form(window.rows, window.heads), form
-    if library.takes(window, state, records, out):
-        return library.fold_verify, form
-    sizes = f"heads of {window.key_size} and {window.value_size}, windows of {window.size}"
-    types = f"{window.q.dtype} and a state of {state.dtype}"
-    why = f"triton: no kernel in {library.path.name} for {sizes}, {types}, or where they lie"
-    return triton_form(window.rows, window.heads), why
+        return triton_form(window.rows, window.heads), "kernel", form
+    misfit = library.misfit(window, state, records, out)
+    if not misfit:
+        return library.fold_verify, "kernel", form
+    why = f"triton: no kernel in {library.path.name} for {misfit}"
+    return triton_form(window.rows, window.heads), "kernel where unfit", why
 
 
 def fold_verify(
@@ -68,7 +72,7 @@ def fold_verify(
     check(window, state, records, write_rows, folds, out)
     if window.tokens == 0:
         return out
-    verify, form = form_for(window, state, records, out)
+    verify, key, form = form_for(window, state, records, out)
     if fix is not None:
-        note(fix, "kernel", form)
+        note(fix, key, form)
     return verify(window, state, records, write_rows, scratch_row, folds, out)
