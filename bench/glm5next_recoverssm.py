@@ -153,15 +153,21 @@ class Setup:
                 )
 
     def commit(self, form: str, accepted: torch.Tensor) -> None:
+        if form == "fix":
+            self.plan(accepted)
+            self.table.apply(self.rows)
+            return
         for context, layers in zip(self.contexts, self.groups, strict=True):
             context.prepare(accepted, recoverssm_commit.CommitRows(self.blocks, self.start))
-            if form == "port":
-                context.table.compact(self.rows)
-                recoverssm_port.replay(
-                    layers, context.plan, self.replay_table, self.start, self.from_column
-                )
-        if form == "fix":
-            self.table.apply(self.rows)
+            context.table.compact(self.rows)
+            recoverssm_port.replay(
+                layers, context.plan, self.replay_table, self.start, self.from_column
+            )
+
+    def plan(self, accepted: torch.Tensor) -> None:
+        """Plan the fix's commit of all groups."""
+        rows = recoverssm_commit.CommitRows(self.blocks, self.start)
+        recoverssm_commit.plan_commits(self.contexts, accepted, [rows] * len(self.contexts))
 
     def bytes(self, form: str, accepted: int) -> float:
         """What a whole step must move at least: states, inputs, outputs, records, windows."""

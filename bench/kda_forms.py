@@ -7,12 +7,12 @@ once it is known how many tokens were accepted of each request (int32 [requests]
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
-from vllm.models.glm5next.common import recoverssm_commit
 from vllm.models.kimi_k3.nvidia.ops import recoverssm as k3
 
 from bench.glm5next_recoverssm import DIM, WINDOW, Setup
@@ -71,8 +71,12 @@ class Fast:
         rows, device = setup.rows, torch.device(setup.device)
         self.slots = torch.randperm(rows, device=device).int()
         self.pending = torch.zeros(rows, dtype=torch.int32, device=device)
+        turn = torch.zeros_like(self.pending)  # of all groups
         self.groups = [
-            (Ledger.create(rows, 2, device), [(layer, self._records()) for layer in layers])
+            (
+                replace(Ledger.create(rows, 2, device), turn=turn),
+                [(layer, self._records()) for layer in layers],
+            )
             for layers in setup.groups
         ]
 
@@ -100,13 +104,11 @@ class Fast:
 
     def commit(self, accepted: torch.Tensor) -> None:
         setup = self.setup
-        rows = recoverssm_commit.CommitRows(setup.blocks, setup.start)
-        for (ledger, _), context in zip(self.groups, setup.contexts, strict=True):
-            context.prepare(accepted, rows)
-            lens, _, *targets = context.plan.unbind(1)
-            commits = Commits(lens, setup.blocks, *targets)
-            ledger.settle(self.slots, self.pending, commits, None)
+        setup.plan(accepted)
         setup.table.compact(setup.rows)
+        lens, _, *targets = setup.contexts[0].plan.unbind(1)
+        ledger, _ = self.groups[0]
+        ledger.settle(self.slots, self.pending, Commits(lens, setup.blocks, *targets), None)
 
 
 def window_of(setup: Setup, layer: dict[str, Any]) -> Window:

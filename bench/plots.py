@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,16 @@ Points = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes: its title, and the points (x, y) of each line, by rising x."""
+    """One pair of axes: its title, and the points (x, y) of each line, by rising x.
+
+    ``lows`` and ``highs``: the same of the least and the greatest value that a line's points are
+    the medians of, if they are.
+    """
 
     title: str
     lines: dict[str, Points]
+    lows: dict[str, Points] = field(default_factory=dict)
+    highs: dict[str, Points] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -100,13 +106,17 @@ def engine_plot(rows: Sequence[Json]) -> Plot:
     """Throughput against streams: a panel for each number of heads and size of the KV cache."""
     panels = []
     for heads, memory in sorted({(row["heads"], row["kv_gib"]) for row in rows}):
-        here = [row for row in rows if (row["heads"], row["kv_gib"]) == (heads, memory)]
-        lines = {
-            SIDES[side]: points(here, "streams", "tokens_per_s", fix=side)
-            for side in SIDES
-            if any(row["fix"] == side for row in here)
-        }
-        panels.append(Panel(f"{heads} heads, {memory:g} GiB of KV cache", lines))
+        here = [
+            row | {"low": min(row["rates"]), "high": max(row["rates"])}
+            for row in rows
+            if (row["heads"], row["kv_gib"]) == (heads, memory)
+        ]
+        sides = [side for side in SIDES if any(row["fix"] == side for row in here)]
+        lines, lows, highs = (
+            {SIDES[side]: points(here, "streams", what, fix=side) for side in sides}
+            for what in ("tokens_per_s", "low", "high")
+        )
+        panels.append(Panel(f"{heads} heads, {memory:g} GiB of KV cache", lines, lows, highs))
     return Plot(ENGINE, "streams", "tokens a second", panels, 2, both_log=False)
 
 
@@ -151,6 +161,10 @@ def _draw_panel(axes: Any, panel: Panel, plot: Plot) -> None:
     for name, line in panel.lines.items():
         look = {"linestyle": "--"} if name == FLOOR else {"marker": "o", "markersize": 3}
         axes.plot(*zip(*line, strict=True), label=name, color=COLOURS[name], **look)
+        if name in panel.lows:
+            across, low = zip(*panel.lows[name], strict=True)
+            high = [y for _, y in panel.highs[name]]
+            axes.fill_between(across, low, high, color=COLOURS[name], alpha=0.12, linewidth=0)
     if not plot.both_log:
         axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)

@@ -36,7 +36,14 @@ def step_rows() -> list[plots.Json]:
 
 def engine_rows(sides: tuple[str, ...]) -> list[plots.Json]:
     return [
-        {"heads": 16, "kv_gib": memory, "fix": side, "streams": streams, "tokens_per_s": 9 * place}
+        {
+            "heads": 16,
+            "kv_gib": memory,
+            "fix": side,
+            "streams": streams,
+            "tokens_per_s": 9 * place,
+            "rates": [9 * place, 9 * place + 1, 9 * place - 2],
+        }
         for memory in (12.0, 3.0)
         for place, side in enumerate(sides)
         for streams in (32, 8)
@@ -85,7 +92,9 @@ def test_the_engine_has_a_panel_for_heads_and_memory(
         "16 heads, 12 GiB of KV cache",
     ]
     for panel in plot.panels:
-        assert panel.lines == {side: [(8, rate), (32, rate)] for side, rate in lines.items()}
+        for found, more in ((panel.lines, 0), (panel.lows, -2), (panel.highs, 1)):
+            wanted = {side: [(x, rate + more) for x in (8, 32)] for side, rate in lines.items()}
+            assert found == wanted
     assert not plot.both_log
 
 
