@@ -20,6 +20,7 @@ CASES = [
     "eager_rows_commit_at_once",
     "groups_alone",
     "an_eager_fold_is_the_exact_form_s",
+    "launches_do_not_grow_with_groups",
     "a_new_cache_is_followed",
     "the_receipt_says_which_kernel",
     "too_many_rows",

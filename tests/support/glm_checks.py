@@ -194,6 +194,30 @@ def an_eager_fold_is_the_exact_form_s() -> None:
     assert same(*results) and not same(results[0], states_before)
 
 
+def launches_do_not_grow_with_groups() -> None:
+    """What runs after sampling is the same number of kernels for one group and for three."""
+    kernel, get = (
+        type(recoverssm_commit.plan_kernel),
+        type(recoverssm_commit.plan_kernel).__getitem__,
+    )
+    for groups in (1, 3):
+        worlds = pair(small(mode="none", groups=groups))
+        inputs = prepared(worlds)
+        for world, last in zip(worlds, ("fold_kernel", "settle_kernel"), strict=True):
+            batch = world.batch([Row(0, 12, 3, 2), Row(1, 12, 3, 2)])
+            world.verify(world.prepare(batch), inputs(6))
+            ran: Counter[str] = Counter()
+
+            def counted(self: Any, grid: Any, ran: Counter[str] = ran) -> Any:
+                ran[self.fn.__name__] += 1
+                return get(self, grid)
+
+            with mock.patch.object(kernel, "__getitem__", counted):
+                world.finish(batch, [2, 1])
+            del ran["_scatter_num_accepted_kernel"]  # vLLM's
+            assert ran == dict.fromkeys(("plan_kernel", "compact_conv_kernel", last), 1), ran
+
+
 def a_new_cache_is_followed() -> None:
     """A commit goes to the caches that the layers have now, for either form."""
     for deferred in (False, True):
@@ -333,6 +357,7 @@ CASES: dict[str, Callable[[], None]] = {
         eager_rows_commit_at_once,
         groups_alone,
         an_eager_fold_is_the_exact_form_s,
+        launches_do_not_grow_with_groups,
         a_new_cache_is_followed,
         the_receipt_says_which_kernel,
         too_many_rows,
