@@ -245,8 +245,10 @@ def plan_commits(
     """
     first, window = rows[0], contexts[0].spec_query_len
     count = first.state_indices.shape[0]
-    if any(each.state_indices.shape[0] != count for each in rows):
-        raise ValueError("RecoverSSM: the groups of a step have other rows")
+    alike = {(each.state_indices.shape[0], each.mamba_block_size) for each in rows}
+    windows = {context.spec_query_len for context in contexts}
+    if len(contexts) != len(rows) or len(alike) > 1 or len(windows) > 1:
+        raise ValueError("RecoverSSM: the groups of a step differ in rows, block size or window")
     if any(count > context.plan.shape[0] for context in contexts):
         raise ValueError("RecoverSSM: more rows to commit than the plan has")
     if first.query_start_loc.shape[0] != count + 1:

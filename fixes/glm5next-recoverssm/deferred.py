@@ -114,7 +114,8 @@ class DeferredStep:
     """What a step's verify and commit need of one group to defer.
 
     ``slots`` int32 [rows] or longer: each verify row's slot, -1 where no request owns the row.
-    ``pending`` int32 [slots]; ``blocks`` int32 [rows]: the checkpoints.
+    ``pending`` int32 [slots]; ``blocks`` int32 [rows]: the checkpoints. ``leads``: this group is
+    the first of the step, and settles the counts and turns of all.
     """
 
     group: GroupLedger
@@ -122,6 +123,7 @@ class DeferredStep:
     pending: torch.Tensor
     blocks: torch.Tensor
     eager: Eager | None
+    leads: bool
     _first: object = field(default=None, init=False, repr=False)
 
     def plan(self, layer: object) -> operands.Folds:
@@ -182,7 +184,7 @@ class Glm5NextDeferredMetadata(Glm5NextRecoverSSMMetadata):
     def commit_recoverssm_state(
         self, num_accepted_tokens: torch.Tensor
     ) -> RecoverSSMPostprocessMetadata | None:
-        """Commit this group alone. The runner's hook commits all groups of a step at once."""
+        """Commit this group alone, the leading one first. The runner's hook commits all at once."""
         if self.recoverssm_context is not None:
             defer_groups(
                 [self], self.recoverssm_context.table, due_table([self]), num_accepted_tokens
@@ -213,15 +215,14 @@ def defer_groups(
     rows = step[0].num_spec_decodes
     plan_step(step, table, num_accepted_tokens)
     table.compact(rows)
-    for number, metadata in enumerate(step):
+    for metadata in step:
         assert isinstance(metadata, Glm5NextDeferredMetadata)
         assert metadata.deferred is not None and metadata.recoverssm_context is not None
         this, eager = metadata.deferred, metadata.deferred.eager
-        if number and eager is None:
-            break  # counts and turns are those of all groups
-        commits = Commits(*metadata.recoverssm_context.plan[:rows].unbind(1))
-        mask = None if eager is None else eager.mask
-        this.group.ledger.settle(this.slots, this.pending, commits, mask, advance=not number)
+        if this.leads or eager is not None:
+            commits = Commits(*metadata.recoverssm_context.plan[:rows].unbind(1))
+            mask = None if eager is None else eager.mask
+            this.group.ledger.settle(this.slots, this.pending, commits, mask, advance=this.leads)
     if eager is not None:
         # A slot has had as many verifies in every group, so that its record row is the same.
         written = this.group.ledger.write_rows[eager.rows]
@@ -236,6 +237,7 @@ class Glm5NextDeferredState(Glm5NextRecoverSSMState):
     batch row's slot, or -1; a captured graph reads it. ``owners``: the same of the step's requests,
     on the host; None if its rows belong to none. ``verified`` bool [slots], on the host: slots that
     may have tokens pending. ``owing`` [rows] or None: batch rows whose tokens a step folds first.
+    ``led``: a group of the step settles for all.
     """
 
     def __init__(self, slots: int, device: torch.device) -> None:
@@ -245,6 +247,8 @@ class Glm5NextDeferredState(Glm5NextRecoverSSMState):
         self.slots = torch.full((slots,), -1, dtype=torch.int32, device=device)
         self.owners: np.ndarray | None = None
         self.owing: torch.Tensor | None = None
+        self.led = False
+        self._folded: np.ndarray | None = None  # the slots of the owing rows
         self.verified = np.zeros(slots, dtype=bool)
         self._staged = 0  # rows of ``slots`` that have one
         self._due: tuple[CommitTable, CommitTable] | None = None
@@ -261,7 +265,16 @@ class Glm5NextDeferredState(Glm5NextRecoverSSMState):
             self.slots[:count].copy_(slots, non_blocking=True)
         if count < self._staged:
             self.slots[count : self._staged].fill_(-1)
-        self._staged, self.owners, self.owing = count, owners, None
+        if self._folded is not None:
+            self.verified[self._folded] = False
+        self._staged, self.owners, self.owing, self._folded = count, owners, None, None
+        self.led = False
+
+    def owe(self, rows: torch.Tensor) -> None:
+        """Note that all groups fold what is pending of these batch rows [rows], on the host."""
+        assert self.owners is not None
+        self.owing = async_tensor_h2d(rows, device=self.pending.device)
+        self._folded = self.owners[rows.numpy()]
 
     def _commit(
         self,

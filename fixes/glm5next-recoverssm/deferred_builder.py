@@ -72,14 +72,12 @@ class Glm5NextDeferredMetadataBuilder(recoverssm.Glm5NextRecoverSSMMetadataBuild
         A prefill reads the checkpoint as it is. Rows of slots that have verified are rare among
         them: a prompt's chunk of one token verifies, and the next one may be longer.
         """
-        split = super()._split(m, num_draft_tokens)
-        shared = self.shared
-        shared.owing = None
+        split, shared = super()._split(m, num_draft_tokens), self.shared
         if shared.owners is not None and split.num_rest:
             rest = split.rest_mask[: len(shared.owners)]
             rows = (rest & torch.from_numpy(shared.verified[shared.owners])).nonzero(as_tuple=True)
             if len(rows[0]):
-                shared.owing = async_tensor_h2d(rows[0], device=m.query_start_loc.device)
+                shared.owe(rows[0])
                 self._fold_owing(self._state_blocks(m))
         return split
 
@@ -117,7 +115,9 @@ class Glm5NextDeferredMetadataBuilder(recoverssm.Glm5NextRecoverSSMMetadataBuild
             pending=shared.pending,
             blocks=blocks[: split.num_spec],
             eager=self._eager(m, split),
+            leads=not shared.led,
         )
+        shared.led = True
         return super()._metadata(
             m, split, blocks, start_loc, request_indices, deferred=step, **rest
         )
@@ -127,7 +127,7 @@ class Glm5NextDeferredMetadataBuilder(recoverssm.Glm5NextRecoverSSMMetadataBuild
     ) -> Glm5NextRecoverSSMMetadata:
         assert isinstance(metadata, Glm5NextDeferredMetadata) and metadata.deferred is not None
         blocks = own["recoverssm_commit"].state_indices
-        own["deferred"] = replace(metadata.deferred, group=self.group, blocks=blocks)
+        own["deferred"] = replace(metadata.deferred, group=self.group, blocks=blocks, leads=False)
         return super()._regrouped(metadata, own)
 
     def _eager(self, m: CommonAttentionMetadata, split: recoverssm.Split) -> Eager | None:

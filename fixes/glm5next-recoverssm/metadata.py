@@ -90,8 +90,11 @@ def plan_step(
     num_accepted_tokens: torch.Tensor,
 ) -> None:
     """Plan the commit of a step's groups; ``num_accepted_tokens`` per batch row."""
-    rows = [metadata.recoverssm_commit for metadata in step]
-    plan_commits(table.contexts, num_accepted_tokens, [each for each in rows if each is not None])
+    rows = []
+    for metadata in step:
+        assert metadata.recoverssm_commit is not None
+        rows.append(metadata.recoverssm_commit)
+    plan_commits(table.contexts, num_accepted_tokens, rows)
 
 
 def record_state_blocks(

@@ -71,7 +71,8 @@ def test_the_builder_sends_each_row_the_right_way(runs: dict[str, dict[str, Any]
 def test_other_groups_put_their_blocks_into_what_one_has_built(
     runs: dict[str, dict[str, Any]],
 ) -> None:
-    assert runs["builder"]["other groups"] == {"padded": [], "mixed": [], "prefills": []}
+    kinds = ("padded", "mixed", "prefills", "checkpoints")
+    assert runs["builder"]["other groups"] == {kind: [] for kind in kinds}
 
 
 def test_a_commit_never_writes_to_a_cache_that_is_gone(runs: dict[str, dict[str, Any]]) -> None:

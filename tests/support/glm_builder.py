@@ -11,6 +11,7 @@ from typing import Any
 # isort: off
 from tests.support.glm_layer import Engine, Row, config, stand_in_for_prefill_kernels
 import torch
+from vllm.model_executor.layers.mamba.checkpoint import MambaPrefillCheckpointMetadata
 from vllm.models.glm5next.common import model, recoverssm
 # isort: on
 
@@ -27,7 +28,7 @@ def shown(metadata: Any) -> dict[str, Any]:
     }
 
 
-def regathered(engine: Engine, rows: list[Row]) -> list[str]:
+def regathered(engine: Engine, rows: list[Row], *, checkpoint: bool = False) -> list[str]:
     """Return what differs between a group's metadata that is built, and made of another's."""
     first, known = engine.metadata(rows), (engine.table, engine.builder)
     spec, names, config = (
@@ -38,9 +39,18 @@ def regathered(engine: Engine, rows: list[Row]) -> list[str]:
     alone, other = (type(known[1])(spec, names, config, torch.device("cpu")) for _ in range(2))
     engine.table, engine.builder = engine.table.flip(0), alone
     want, table = engine.metadata(rows), engine.table
+    requests = [row.request for row in rows]
+    if checkpoint:  # of each row, the state in its block goes to a prefix cache
+        for made, blocks in ((first, known[0]), (want, table)):
+            made.checkpoint = MambaPrefillCheckpointMetadata(
+                torch.ones(len(rows), dtype=torch.int32),
+                blocks[requests, 0],
+                request_rows=torch.arange(len(rows)),
+                block_cols=torch.zeros(len(rows), dtype=torch.int64),
+            )
     engine.table, engine.builder = known
     assert not same(first, want)
-    got = other.update_block_table(first, table[[row.request for row in rows]], None)
+    got = other.update_block_table(first, table[requests], None)
     context = getattr(got, "recoverssm_context", None)
     assert context is None or context is other._get_context()
     return [name for name in vars(want) if not same(getattr(want, name), getattr(got, name))]
@@ -112,6 +122,7 @@ def main() -> None:
         "padded": regathered(engine, [Row(0, 4, 1), Row(2, 2, 1), Row(1, 0)]),
         "mixed": regathered(engine, [Row(3, 5), Row(1, 3, 1), Row(0, 2)]),
         "prefills": regathered(engine, [Row(3, 5), Row(1, 3)]),
+        "checkpoints": regathered(engine, [Row(3, 5), Row(1, 3, 1)], checkpoint=True),
     }
     first = engine.builder._get_context()
     found["context kept"] = engine.builder._get_context() is first

@@ -97,9 +97,10 @@ def prefills_see_no_pending_tokens() -> None:
         first, again = inputs(6), inputs(4 + 3 * len(others))
         for world in worlds:
             one_step(world, [Row(0, 12, 3, 2), Row(1, 12, 3, 2)], first, [3, 2])
-        before = states(worlds[1])
+        before, deferring = states(worlds[1]), worlds[1].state.recoverssm
         for world in worlds:
             world.prepare(world.batch([Row(0, 15, 4, prefilling=True), *others]))
+        assert deferring.owing.tolist() == [0]
         exact, deferred = map(states, worlds)
         for old, want, got in zip(before, exact, deferred, strict=True):
             assert not torch.equal(got[1], old[1])
@@ -108,6 +109,7 @@ def prefills_see_no_pending_tokens() -> None:
         for world in worlds:  # and is not folded again by the verify that comes after
             batch = world.batch([Row(0, 15, 4, prefilling=True), *others])
             world.verify(world.prepare(batch), again)
+        assert deferring.owing is None  # and it does not try to
         last = inputs(6)
         rows = [Row(0, 19, 3, 2), Row(1, 14, 3, 2)]
         for number, world in enumerate(worlds):
@@ -146,24 +148,30 @@ def eager_rows_commit_at_once() -> None:
 
 
 def groups_alone() -> None:
-    """A group's own commit does what the runner's hook does."""
-    worlds = [GlmWorld(small(groups=1), deferred=True) for _ in range(2)]
+    """A group's own commit does what the runner's hook does, one group after the other."""
+    worlds = [GlmWorld(small(), deferred=True) for _ in range(2)]
     inputs = prepared(worlds)
-    tokens = inputs(6)
-    for world, alone in zip(worlds, (False, True), strict=True):
-        advance(world, 30)
-        batch = world.batch([Row(0, 30, 3, 2), Row(1, 48, 3, 2)])
-        world.start(batch)
-        metadata = world.prepare(batch)
-        world.verify(metadata, tokens)
-        if alone:
-            sampled = torch.tensor([3, 2], dtype=torch.int32)
-            after = metadata["0.0"].commit_recoverssm_state(sampled)
-            assert after is not None and after.num_spec_decodes == 2
-        else:
-            world.finish(batch, [3, 2])
-    assert [each.state.recoverssm.pending.tolist() for each in worlds] == [[0, 2, 0, 0]] * 2
-    assert same(*map(states, worlds))
+    for computed, sampled in ((30, [3, 2]), (33, [1, 3])):
+        tokens = inputs(6)
+        for world, alone in zip(worlds, (False, True), strict=True):
+            if computed == 30:
+                advance(world, computed)
+            batch = world.batch([Row(0, computed, 3, 2), Row(1, computed + 18, 3, 2)])
+            world.start(batch)
+            metadata = world.prepare(batch)
+            world.verify(metadata, tokens)
+            if alone:
+                counts = torch.tensor(sampled, dtype=torch.int32)
+                for name in ("0.0", "1.0"):
+                    after = metadata[name].commit_recoverssm_state(counts)
+                    assert after is not None and after.num_spec_decodes == 2
+            else:
+                world.finish(batch, sampled)
+        if computed == 30:
+            assert [each.state.recoverssm.pending.tolist() for each in worlds] == [[0, 2, 0, 0]] * 2
+        one, other = (each.state.recoverssm for each in worlds)
+        assert torch.equal(one.turn, other.turn) and torch.equal(one.pending, other.pending)
+        assert same(*map(states, worlds))
 
 
 def an_eager_fold_is_the_exact_form_s() -> None:
@@ -195,7 +203,7 @@ def an_eager_fold_is_the_exact_form_s() -> None:
 
 
 def launches_do_not_grow_with_groups() -> None:
-    """What runs after sampling is the same number of kernels for one group and for three."""
+    """After sampling, with no row near a block's end, three Triton kernels run for any groups."""
     kernel, get = (
         type(recoverssm_commit.plan_kernel),
         type(recoverssm_commit.plan_kernel).__getitem__,

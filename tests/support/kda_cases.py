@@ -9,7 +9,7 @@ import json
 import random
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # isort: off
 from tests.support import interpreter  # before vLLM
@@ -171,6 +171,14 @@ def groups_commit_together(size: Size) -> None:
             rig.verify_all(start, blocks)
             verified.append(recoverssm_commit.CommitRows(blocks, start, None, rig.table, zeros, 8))
         contexts = [rig.context for rig in rigs]
+        other = replace(verified[1], mamba_block_size=16)
+        for unlike in (verified[:1], [verified[0], other]):
+            try:
+                recoverssm_commit.plan_commits(contexts, accepted, unlike)
+            except ValueError as error:
+                assert "differ in rows, block size or window" in str(error)
+            else:
+                raise AssertionError("no error")
         if together:
             recoverssm_commit.plan_commits(contexts, accepted, verified)
             recoverssm_commit.CommitTable.create(contexts).apply(rows)

@@ -147,8 +147,9 @@ class Ledger:
     """What one KV-cache group has folded of its slots' pending tokens, and a step's plan.
 
     ``turn`` and ``folded`` int32 [slots]: a slot's settled verifies, and which of them was folded
-    last. ``folds`` and ``write_rows`` int32 [slots], by verify row: the step's plan, for
-    ``verify.fold_verify``. ``due``: by record row, for a fold that runs over records.
+    last; ledgers of groups that settle together may have one ``turn``. ``folds`` and
+    ``write_rows`` int32 [slots], by verify row: the step's plan, for ``verify.fold_verify``.
+    ``due``: by record row, for a fold that runs over records.
     """
 
     slots: int
