@@ -49,10 +49,11 @@ def regathered(engine: Engine, rows: list[Row], *, checkpoint: bool = False) -> 
                 block_cols=torch.zeros(len(rows), dtype=torch.int64),
             )
     engine.table, engine.builder = known
-    assert not same(first, want)
     got = other.update_block_table(first, table[requests], None)
-    context = getattr(got, "recoverssm_context", None)
-    assert context is None or context is other._get_context()
+    if hasattr(got, "recoverssm_context"):  # its records were never written: any bits, NaN too
+        assert got.recoverssm_context is other._get_context()
+        first.recoverssm_context = got.recoverssm_context = want.recoverssm_context = None
+    assert not same(first, want)
     return [name for name in vars(want) if not same(getattr(want, name), getattr(got, name))]
 
 
@@ -109,6 +110,7 @@ def _said(changed: Any) -> str:
 def main() -> None:
     stand_in_for_prefill_kernels()
     engine = Engine()
+    engine.layer.recoverssm_records.data.fill_(float("nan"))
     table = engine.table[:, 0].tolist()
     engine.computed[:] = 9
     found: dict[str, Any] = {
