@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -38,6 +39,8 @@ GRAPHS = (8, 16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 896, 1024)
 
 @dataclass(frozen=True)
 class Setting:
+    """An engine to time: KDA heads, GiB of KV cache, one of ``SIDES``."""
+
     heads: int
     kv_gib: float
     side: str
@@ -93,7 +96,7 @@ class Running:
         command = [sys.executable, "-m", "tests.support.with_fixes", SIDES[setting.side]]
         command += [sys.executable, "-m", "bench.glm5next_engine", "--worker"]
         command += [str(setting.heads), str(setting.kv_gib), cores]
-        log = tempfile.NamedTemporaryFile("w+", prefix="engine", delete=False)  # noqa: SIM115
+        log = tempfile.TemporaryFile("w+")  # noqa: SIM115, the process writes to it
         pipe = subprocess.PIPE
         process = subprocess.Popen(
             command, stdin=pipe, stdout=pipe, stderr=log, text=True, bufsize=1
@@ -105,13 +108,17 @@ class Running:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            print(Path(self.log.name).read_text()[-3000:], file=sys.stderr)
-            raise subprocess.CalledProcessError(self.process.wait(), self.process.args)
+            code = self.process.wait()
+            self.log.seek(0)
+            print(self.log.read()[-3000:], file=sys.stderr)
+            raise subprocess.CalledProcessError(code, self.process.args)
         return dict(json.loads(line))
 
     def time(self, streams: int, seed: int, *, keep: bool = True) -> None:
+        """Have a round timed, with prompts of that seed; its rate counts if it is to be kept."""
         assert self.process.stdin is not None
-        self.process.stdin.write(f"{streams} {seed}\n")
+        with suppress(BrokenPipeError):  # it has ended: then there is no answer
+            self.process.stdin.write(f"{streams} {seed}\n")
         found = self.answer()
         if keep:
             self.rates.setdefault(streams, []).append(found["rate"])
@@ -161,13 +168,23 @@ def compare(settings: Sequence[Setting], cores: str) -> list[dict[str, Any]]:
             engine.process.kill()
 
 
+def core_list(text: str) -> str:
+    """Return ``0,1,...`` as it is; raises ArgumentTypeError for a core that is not there."""
+    known = os.sched_getaffinity(0)
+    if not all(core.isdecimal() and int(core) in known for core in text.split(",")):
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected some of {sorted(known)}")
+    return text
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     every = waves()
     which = range(len(every))
     parser.add_argument("--waves", type=int, nargs="+", default=which, choices=which, help="only")
-    parser.add_argument("--cores", default="", help="0,1,...: where engines launch their kernels")
+    parser.add_argument(
+        "--cores", type=core_list, help="0,1,...: where engines launch their kernels"
+    )
     parser.add_argument("--save", type=Path, nargs="?", const=RESULTS, help="keep the rows there")
     options = parser.parse_args(arguments)
     if options.worker:
@@ -176,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     rows = []
     for number in options.waves:
-        found = compare(every[number], options.cores)
+        found = compare(every[number], options.cores or "")
         rows += found
         for row in found:
             print(*row.values(), flush=True)

@@ -175,10 +175,10 @@ def test_the_arguments_lie_as_in_the_source(tmp_path: Path) -> None:
         ),
         ({"out_from": 1}, "out where not"),  # bf16 pairs are stored together
         ({"state_from": 2}, "state where not"),  # the copy engine wants multiples of 16 bytes
-        (
-            {"memory": 101376},
-            "with 101376 bytes of shared memory",
-        ),  # compute capability 12.0 has it
+        ({"q_step": 4}, "q where not"),  # tokens of a projection for four heads
+        ({"q_step": 8}, ""),
+        # As compute capability 12.0 has.
+        ({"memory": 101376}, "with 101376 bytes of shared memory"),
         ({"memory": 101376, "state": "bfloat16"}, ""),
     ],
 )
